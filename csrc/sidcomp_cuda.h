@@ -3,7 +3,7 @@
  *
  * Common to them: `stream` is a cudaStream_t of `device`; a call neither waits for the device nor allocates. segs_dev is the
  * table of segments in device memory. report_dev: 4 uint32 in device memory {nonfinite, culprit, status, 0}, which the caller
- * sets to zero once; a status stays until then. stats_dev: NULL, or a sid_stats in device memory. */
+ * sets to zero once; a status stays until then, and the last word is 0 between decodes, which need it. stats_dev: NULL, or a sid_stats in device memory. */
 #ifndef SIDCOMP_CUDA_H
 #define SIDCOMP_CUDA_H
 

@@ -335,20 +335,21 @@ __device__ inline void sid_fetch_next(const sid_payloads &p, uint32_t r, uint64_
 #endif
 }
 
-/* What is found out about each payload; zeroed. */
+/* What is found out about each payload. What launches before the check find goes to sum, bad and own, which are zeroed. */
 struct sid_findings {
     unsigned long long *sum;
-    uint32_t *bad, *most;
-    uint32_t *own; /* a codec's, so many a payload */
+    uint32_t *bad;
+    uint32_t *own;        /* a codec's, so many a payload */
+    sid_found_part *part; /* of the check's blocks */
 };
 inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear, uint32_t own = 0) {
     const uint64_t start = c->at - sizeof(sid_scratch);
     sid_findings f;
     f.sum = c->take<unsigned long long>(SID_MAX_COUNT);
     f.bad = c->take<uint32_t>(SID_MAX_COUNT);
-    f.most = c->take<uint32_t>(SID_MAX_COUNT);
     f.own = c->take<uint32_t>(own * (uint64_t)SID_MAX_COUNT);
     *clear = c->at - start;
+    f.part = c->take<sid_found_part>(SID_CHECKERS);
     return f;
 }
 
@@ -366,41 +367,46 @@ __device__ inline void sid_dense_look(const sid_findings &f, const sid_payloads 
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
     uint32_t wrong = 0, large = 0;
     if (threadIdx.x == 0) bad = most = 0;
-    sid_part_sum own = sid_sum_words(p[r], p.bytes, b, each, body.plain_from(), body.plain_to(),
-                                     [&](uint64_t i, uint32_t w) { wrong |= body.word(i, w, large); });
+    sid_part_sum own = {0};
+    if (p.bytes > SID_HEADER_BYTES) /* else there is nothing to see */
+        own = sid_sum_words(p[r], p.bytes, b, each, body.plain_from(), body.plain_to(),
+                            [&](uint64_t i, uint32_t w) { wrong |= body.word(i, w, large); });
     own = sid_block_sums(own, part);
     if (wrong) atomicOr(&bad, 1u);
     if (large) atomicMax(&most, large);
     __syncthreads();
     if (threadIdx.x) return;
-    atomicAdd(&f.sum[r], own.sum);
-    if (bad) atomicOr(&f.bad[r], 1u);
-    if (most) atomicMax(&f.most[r], most);
+    f.part[blockIdx.x] = {own.sum, bad, most};
 }
 
 template <class Body>
 __global__ void __launch_bounds__(SID_BLOCK)
-    sid_dense_check_kernel(sid_scratch *scratch, sid_findings f, sid_payloads p, Body body, uint32_t each,
-                           sid_expect expect, sid_cuda_report *report, sid_state *state, sid_rule none) {
+    sid_dense_check_kernel(sid_group g, sid_scratch *scratch, sid_findings f, sid_payloads p, Body body, uint32_t each,
+                           sid_expect expect, const int32_t *gate, sid_cuda_report *report, sid_state *state,
+                           sid_rule none) {
     sid_follow();
     __shared__ uint32_t first, flagged;
-    if (p.bytes > SID_HEADER_BYTES) sid_dense_look(f, p, body, each); /* else there is nothing to see */
-    if (!sid_comes_last(scratch, gridDim.x)) return;
+    const bool begun = gridDim.x == each * p.count;
+    if (blockIdx.x < each * p.count)
+        sid_dense_look(f, p, body, each);
+    else
+        sid_begin_check(g, scratch, gate);
+    if (!sid_comes_last(&report->arrived, gridDim.x)) return;
     if (threadIdx.x == 0) {
         first = SID_SOUND;
         flagged = 0;
     }
     __syncthreads();
-    for (uint32_t r = threadIdx.x; r < p.count; r += SID_BLOCK) {
+    sid_each_found(f.part, p.count, each, [&](uint32_t r, const sid_found_part &x) {
         const sid_header h = p.head(r);
-        int32_t status = sid_check_header(h, expect, r, sid_found(&f.sum[r]));
-        if (status == SID_OK &&
-            (sid_found(&f.bad[r]) || !body.counts(h.count) || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) != body.form()))
+        int32_t status = sid_check_header(h, expect, r, begun ? x.sum + f.sum[r] : x.sum);
+        if (status == SID_OK && (x.bad || (begun && f.bad[r]) || !body.counts(h.count) ||
+                                 (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) != body.form()))
             status = SID_E_CORRUPT;
-        if (status == SID_OK) status = body.header(h, p, r, sid_found(&f.most[r]));
+        if (status == SID_OK) status = body.header(h, p, r, x.most);
         sid_blame(&first, r, status);
         if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
-    }
+    });
     __syncthreads();
     if (threadIdx.x) return;
     /* Of bodies that are summed the flag counts where a memory is corrected; else the outputs tell, while they are written. */
@@ -505,23 +511,27 @@ inline uint64_t sid_findings_work(uint32_t own = 0) {
     return c.at - sizeof(sid_scratch);
 }
 
-/* Checks all of the payloads that has not been checked; `more` may launch what else there is to see, before the check.
- * own: of sid_findings. */
+struct sid_no_more {};
+
+/* Checks all of the payloads that has not been checked; `more`, if it is anything, launches what else there is to see, before the
+ * check. own: of sid_findings. */
 template <class Body, typename F>
 sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Body &body, const F &more,
                            uint32_t own = 0) {
     uint64_t clear;
     const sid_findings f = sid_carve_findings(&c.work, &clear, own);
-    const uint64_t pieces = p.bytes / (32 * SID_BLOCK), share = 1 + 8ull * c.to.processors / p.count;
-    const uint32_t each = (uint32_t)(pieces < 1 ? 1 : pieces < share ? pieces : share);
-    sid_status s = sid_begin_decode(c, clear);
+    const uint32_t each = sid_checkers(p.bytes / (32 * SID_BLOCK), 1 + 8ull * c.to.processors / p.count, p.count);
+    constexpr bool begins = !std::is_same_v<F, sid_no_more>;
+    sid_status s = SID_OK;
+    if (begins || c.part == SID_WRITE) s = sid_begin_decode(c, clear);
     if (c.part == SID_WRITE) return s;
-    if (!s) s = more();
+    if constexpr (begins)
+        if (!s) s = more();
     sid_rule none;
     c.plan->codec->none(&none);
     if (!s)
-        s = sid_launch(c.to, "check", sid_dense_check_kernel<Body>, (uint64_t)each * p.count, SID_BLOCK, 0, c.scratch,
-                       f, p, body, each, sid_expect_of(c), c.report, c.state, none);
+        s = sid_launch(c.to, "check", sid_dense_check_kernel<Body>, (uint64_t)each * p.count + !begins, SID_BLOCK, 0,
+                       c.group, c.scratch, f, p, body, each, sid_expect_of(c), c.gate, c.report, c.state, none);
     return s;
 }
 
@@ -538,7 +548,7 @@ template <class Body, typename F> sid_status sid_dense_decode(sid_cuda_decoding 
 }
 
 template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body) {
-    return sid_dense_decode(c, body, [] { return SID_OK; });
+    return sid_dense_decode(c, body, sid_no_more());
 }
 
 #endif

@@ -221,11 +221,11 @@ sid_status decode(sid_cuda_decoding &c) {
     const bodies b = {c.payloads, c.stride, c.count, c.scale, p->sizes.body_dtype};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const uint64_t grid = sid_blocks(c.to, sid_chunks(p->n), DECODE_BLOCKS);
-    uint64_t clear;
-    unsigned long long *const sums = sid_carve_covered(&c.work, &clear);
-    sid_status s = sid_begin_decode(c, clear);
-    if (!s && c.state) s = sid_launch(c.to, "look", sid_look_kernel, grid, SID_BLOCK, 0, c.scratch, b, p->n);
-    if (!s) s = sid_linear_check(c, p->n, sums);
+    sid_found_part *const found = sid_carve_covered(&c.work);
+    const bool looks = c.state;
+    sid_status s = looks ? sid_begin_decode(c, sizeof *c.scratch) : SID_OK;
+    if (!s && looks) s = sid_launch(c.to, "look", sid_look_kernel, grid, SID_BLOCK, 0, c.scratch, b, p->n);
+    if (!s) s = sid_linear_check(c, p->n, found, looks);
     if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,

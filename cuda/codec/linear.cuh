@@ -87,77 +87,76 @@ inline sid_status sid_linear_cover(const sid_cuda_encoding &c) {
                       (const sid_scratch *)c.scratch, c.payload, bytes);
 }
 
-/* What the bodies of such payloads add to their checksums; first of what a decode carves, and zeroed. */
-inline unsigned long long *sid_carve_covered(sid_carver *c, uint64_t *clear) {
-    const uint64_t start = c->at - sizeof(sid_scratch);
-    unsigned long long *sums = c->take<unsigned long long>(SID_MAX_COUNT);
-    *clear = c->at - start;
-    return sums;
-}
-inline uint64_t sid_covered_work() { return sid_round_up(SID_MAX_COUNT * sizeof(unsigned long long), 64); }
+/* What the blocks of a check find; first of what a decode carves. */
+inline sid_found_part *sid_carve_covered(sid_carver *c) { return c->take<sid_found_part>(SID_CHECKERS); }
+inline uint64_t sid_covered_work() { return SID_CHECKERS * sizeof(sid_found_part); }
 
 /* Payloads of which blocks r * each to r * each + each - 1 read the r-th, if its checksum covers all of it. */
 struct sid_covered {
-    unsigned long long *sums;
     const uint8_t *payloads;
     uint64_t stride, bytes;
     uint32_t count, each;
 };
-inline sid_covered sid_covered_of(const sid_cuda_decoding &c, unsigned long long *sums) {
+inline sid_covered sid_covered_of(const sid_cuda_decoding &c) {
     const uint64_t bytes = c.plan->sizes.payload, most = sid_cover_blocks(c.to, bytes) / c.count;
-    return {sums, c.payloads, c.stride, bytes, c.count, most ? (uint32_t)most : 1};
+    return {c.payloads, c.stride, bytes, c.count, sid_checkers(most, most, c.count)};
 }
-__device__ inline void sid_cover(const sid_covered &k) {
+__device__ inline unsigned long long sid_cover(const sid_covered &k) { /* the block's share, in thread 0 */
     __shared__ sid_part_sum part[SID_WARPS];
     const uint32_t r = blockIdx.x / k.each;
     const uint8_t *payload = k.payloads + r * k.stride;
-    if (((const sid_header *)(const void *)payload)->scale != 1.0f) return;
+    if (((const sid_header *)(const void *)payload)->scale != 1.0f) return 0;
     sid_part_sum own = sid_sum_words(payload, k.bytes, blockIdx.x % k.each, k.each, SID_HEADER_BYTES, k.bytes,
                                      [](uint64_t, uint32_t) {});
-    own = sid_block_sums(own, part);
-    if (threadIdx.x == 0) atomicAdd(&k.sums[r], own.sum);
+    return sid_block_sums(own, part).sum;
 }
-static __global__ void __launch_bounds__(SID_BLOCK) sid_covered_kernel(sid_covered k) {
+static __global__ void __launch_bounds__(SID_BLOCK) sid_covered_kernel(sid_covered k, unsigned long long *sums) {
     sid_follow();
-    sid_cover(k);
+    const unsigned long long sum = sid_cover(k);
+    if (threadIdx.x == 0) atomicAdd(&sums[blockIdx.x / k.each], sum);
 }
 inline sid_status sid_linear_covered(const sid_cuda_decoding &c, unsigned long long *sums) {
-    const sid_covered k = sid_covered_of(c, sums);
-    return sid_launch(c.to, "cover", sid_covered_kernel, (uint64_t)k.each * k.count, SID_BLOCK, 0, k);
+    const sid_covered k = sid_covered_of(c);
+    return sid_launch(c.to, "cover", sid_covered_kernel, (uint64_t)k.each * k.count, SID_BLOCK, 0, k, sums);
 }
 
 /* Whether any payload is at fault: the last block tells. Elements that are not finite have been found before, where a memory is to be corrected;
  * else the outputs tell, while they are written. */
 static __global__ void __launch_bounds__(SID_BLOCK)
-    sid_linear_check_kernel(sid_scratch *scratch, sid_covered k, uint64_t count, sid_expect expect,
-                            sid_cuda_report *report, sid_state *state) {
+    sid_linear_check_kernel(sid_group g, sid_scratch *scratch, sid_covered k, sid_found_part *found, uint64_t count,
+                            sid_expect expect, const int32_t *gate, sid_cuda_report *report, sid_state *state) {
     sid_follow();
     __shared__ uint32_t first, flagged;
-    sid_cover(k);
-    if (!sid_comes_last(scratch, gridDim.x)) return;
+    if (blockIdx.x < k.each * k.count) {
+        const unsigned long long sum = sid_cover(k);
+        if (threadIdx.x == 0) found[blockIdx.x] = {sum, 0, 0};
+    } else
+        sid_begin_check(g, scratch, gate);
+    if (!sid_comes_last(&report->arrived, gridDim.x)) return;
     if (threadIdx.x == 0) {
         first = SID_SOUND;
         flagged = 0;
     }
     __syncthreads();
-    for (uint32_t r = threadIdx.x; r < k.count; r += SID_BLOCK) {
+    sid_each_found(found, k.count, k.each, [&](uint32_t r, const sid_found_part &x) {
         const sid_header h = *(const sid_header *)(k.payloads + r * k.stride);
-        int32_t status = sid_check_header(h, expect, r, sid_found(&k.sums[r]));
+        int32_t status = sid_check_header(h, expect, r, x.sum);
         if (status == SID_OK && (h.count != count || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE))) status = SID_E_CORRUPT;
         if (status == SID_OK) status = sid_check_linear(h, *(const sid_header *)k.payloads);
         sid_blame(&first, r, status);
         if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
-    }
+    });
     __syncthreads();
     if (threadIdx.x) return;
     sid_end_check(report, scratch, first, state && (flagged || scratch->nonfinite));
     if (scratch->go && scratch->nonfinite) state->rule = sid_rule();
 }
 
-inline sid_status sid_linear_check(const sid_cuda_decoding &c, uint64_t count, unsigned long long *sums) {
-    const sid_covered k = sid_covered_of(c, sums);
-    return sid_launch(c.to, "check", sid_linear_check_kernel, (uint64_t)k.each * k.count, SID_BLOCK, 0, c.scratch, k,
-                      count, sid_expect_of(c), c.report, c.state);
+/* begun: sid_begin_decode has been called, because something else is seen before. */
+inline sid_status sid_linear_check(const sid_cuda_decoding &c, uint64_t count, sid_found_part *found, bool begun) {
+    const sid_covered k = sid_covered_of(c);
+    return sid_launch(c.to, "check", sid_linear_check_kernel, (uint64_t)k.each * k.count + !begun, SID_BLOCK, 0,
+                      c.group, c.scratch, k, found, count, sid_expect_of(c), c.gate, c.report, c.state);
 }
 
 #endif

@@ -934,8 +934,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 sid_status decode(sid_cuda_decoding &c) {
     const sid_plan *p = c.plan;
     const extent e = extent_of(p);
-    uint64_t clear;
-    unsigned long long *const sums = sid_carve_covered(&c.work, &clear);
+    sid_found_part *const found = sid_carve_covered(&c.work);
     const places w = carve(&c.work, e);
     const bodies b = {c.payloads, c.stride, p->first, c.count, c.scale};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
@@ -948,11 +947,11 @@ sid_status decode(sid_cuda_decoding &c) {
         return sid_launch(c.to, "output", sid_power_output_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
                           c.scratch, b, vectors, memory, c.state, c.report, x, looks);
     };
-    sid_status s = sid_begin_decode(c, clear);
+    sid_status s = sid_begin_decode(c, sizeof *c.scratch);
     if (!s) s = put_table(c.to, p, w.table);
     if (!s && c.state) s = look(c.to, c.payloads + SID_HEADER_BYTES, c.stride, c.count, p->k, &c.scratch->nonfinite);
     if (!s && c.state && c.count > 1) s = run(sid_memory0(), true);
-    if (!s) s = sid_linear_check(c, p->k, sums);
+    if (!s) s = sid_linear_check(c, p->k, found, true);
     if (s || c.part == SID_CHECK) return s;
     s = sid_with_memory_of(c, [&](auto memory) { return run(memory, false); });
     if (s || !c.learner || !nq) return s;

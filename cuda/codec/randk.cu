@@ -479,7 +479,7 @@ sid_status decode(sid_cuda_decoding &c) {
     all.bytes = seen(p);
     sid_carver work = c.work;
     uint64_t clear;
-    unsigned long long *const sums = sid_carve_covered(&work, &clear); /* the first of the findings */
+    unsigned long long *const sums = sid_carve_findings(&work, &clear).sum;
     sid_status s = sid_dense_check(c, all, b, [&] {
         sid_status bad = b.linear ? sid_linear_covered(c, sums) : SID_OK;
         if (bad || !b.linear || !c.state) return bad;

@@ -66,27 +66,14 @@ sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const
 
 namespace {
 
-struct checking {
-    unsigned long long *sum; /* a payload each, zeroed */
-    uint32_t *bad;
-};
-
-checking carve_checking(sid_carver *c, uint64_t *clear) {
-    const uint64_t start = c->at - sizeof(sid_scratch);
-    checking k;
-    k.sum = c->take<unsigned long long>(SID_MAX_COUNT);
-    k.bad = c->take<uint32_t>(SID_MAX_COUNT);
-    *clear = c->at - start;
-    return k;
-}
+sid_found_part *carve_parts(sid_carver *c) { return c->take<sid_found_part>(SID_CHECKERS); }
 
 } // namespace
 
 uint64_t sid_sparse_decode_work() {
-    uint64_t clear;
-    sid_carver c = {nullptr, sizeof(sid_scratch)};
-    carve_checking(&c, &clear);
-    return c.at - sizeof(sid_scratch);
+    sid_carver c = {nullptr, 0};
+    carve_parts(&c);
+    return c.at;
 }
 
 uint64_t sid_sparse_encode_work(const sid_plan *p, const sid_sparse_needs &needs) {
@@ -215,18 +202,14 @@ struct upper_bits {
 
 /* By blocks r * each to r * each + each - 1: the checksum of payload r, and each a run of its wire tiles. Reads all of it; of
  * packed indices, of which a warp takes a tile, all bits again, from L2, and the low ones of entries that share a run. */
-template <bool PACKED> __device__ inline void look(const checking &check, const payloads &p, uint32_t each) {
-    __shared__ sid_part_sum part[SID_WARPS];
+template <bool PACKED> __device__ inline bool look(sid_part_sum &own, const payloads &p, uint32_t each) {
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
     const uint8_t *payload = p[r];
     const uint32_t *count = (const uint32_t *)(payload + SID_HEADER_BYTES);
     const uint16_t *index = (const uint16_t *)(payload + p.b.index_at);
     const uint64_t claimed = ((const sid_header *)payload)->count, most = claimed < p.cap ? claimed : p.cap;
     const uint64_t tiles = sid_wire_tiles(p.n), first = tiles * b / each, last = tiles * (b + 1) / each;
-    sid_part_sum own =
-        sid_sum_words(payload, p.b.bytes, b, each, SID_HEADER_BYTES, p.b.bytes, [](uint64_t, uint32_t) {});
-    own = sid_block_sums(own, part);
-    if (threadIdx.x == 0) atomicAdd(&check.sum[r], own.sum);
+    own = sid_sum_words(payload, p.b.bytes, b, each, SID_HEADER_BYTES, p.b.bytes, [](uint64_t, uint32_t) {});
     bool bad = claimed > p.cap;
     uint64_t from = entries_before(count, first); /* every warp for itself: no thread waits for another */
     for (uint64_t t = first; t < last && (PACKED || !bad); t++) {
@@ -242,8 +225,7 @@ template <bool PACKED> __device__ inline void look(const checking &check, const 
             bad |= upper_bits(p, payload).broken(p, payload, t, (uint32_t)from, (uint32_t)held, (uint32_t)size);
         from += held;
     }
-    if (b == each - 1) bad |= from != claimed;
-    if (bad) atomicOr(&check.bad[r], 1u);
+    return b == each - 1 ? bad || from != claimed : bad;
 }
 
 /* Field i of log2 B bits of a block's indices. */
@@ -284,19 +266,13 @@ __device__ inline bool broken_block(const payloads &p, const uint8_t *payload, u
 }
 
 /* As look, of the blocks of payloads: a thread each. sums: nothing else reads the payload. */
-__device__ inline void look_at_blocks(const checking &check, const payloads &p, uint32_t each, bool sums) {
-    __shared__ sid_part_sum part[SID_WARPS];
+__device__ inline bool look_at_blocks(sid_part_sum &own, const payloads &p, uint32_t each, bool sums) {
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
-    if (sums) {
-        sid_part_sum own =
-            sid_sum_words(p[r], p.b.bytes, b, each, SID_HEADER_BYTES, p.b.bytes, [](uint64_t, uint32_t) {});
-        own = sid_block_sums(own, part);
-        if (threadIdx.x == 0) atomicAdd(&check.sum[r], own.sum);
-    }
+    if (sums) own = sid_sum_words(p[r], p.b.bytes, b, each, SID_HEADER_BYTES, p.b.bytes, [](uint64_t, uint32_t) {});
     bool bad = false;
     for (uint64_t block = (uint64_t)b * SID_BLOCK + threadIdx.x; block < p.f.count; block += (uint64_t)each * SID_BLOCK)
         bad |= broken_block(p, p[r], block);
-    if (bad) atomicOr(&check.bad[r], 1u);
+    return bad;
 }
 
 /* Levels that no encoder writes: it has finite ones, none denormal. */
@@ -311,30 +287,39 @@ __device__ inline bool wrong_levels(const payloads &p, const uint8_t *payload, u
 /* Looks at all payloads; the last block tells what was found. */
 template <bool PACKED, bool BLOCKS>
 __global__ void __launch_bounds__(SID_BLOCK)
-    sid_check_kernel(sid_scratch *scratch, checking check, payloads p, uint32_t each, sid_expect expect,
-                     sid_cuda_report *report, sid_state *state) {
+    sid_check_kernel(sid_group g, sid_scratch *scratch, sid_found_part *found, payloads p, uint32_t each,
+                     sid_expect expect, const int32_t *gate, sid_cuda_report *report, sid_state *state) {
     sid_follow();
+    __shared__ sid_part_sum part[SID_WARPS];
     __shared__ uint32_t first, flagged;
-    if constexpr (PACKED || !BLOCKS) look<PACKED>(check, p, each);
-    if constexpr (BLOCKS) look_at_blocks(check, p, each, !PACKED);
-    if (!sid_comes_last(scratch, gridDim.x)) return;
+    if (blockIdx.x < each * p.count) {
+        sid_part_sum own = {0};
+        bool bad = false;
+        if constexpr (PACKED || !BLOCKS) bad |= look<PACKED>(own, p, each);
+        if constexpr (BLOCKS) bad |= look_at_blocks(own, p, each, !PACKED);
+        own = sid_block_sums(own, part);
+        bad = __syncthreads_or(bad);
+        if (threadIdx.x == 0) found[blockIdx.x] = {own.sum, bad, 0};
+    } else
+        sid_begin_check(g, scratch, gate);
+    if (!sid_comes_last(&report->arrived, gridDim.x)) return;
     if (threadIdx.x == 0) {
         first = SID_SOUND;
         flagged = 0;
     }
     __syncthreads();
-    for (uint32_t r = threadIdx.x; r < p.count; r += SID_BLOCK) {
+    sid_each_found(found, p.count, each, [&](uint32_t r, const sid_found_part &x) {
         const sid_header h = *(const sid_header *)p[r];
-        int32_t status = sid_check_header(h, expect, r, sid_found(&check.sum[r]));
+        int32_t status = sid_check_header(h, expect, r, x.sum);
         const uint32_t form = h.flags & ~(uint32_t)(SID_FLAG_NONFINITE | (p.b.blocks ? 0 : SID_FLAG_RAISED));
         const bool no_mean = sid_key(h.scale) >= SID_KEY_INF || (h.scale == 0) != (h.count == 0);
         if (status == SID_OK &&
-            (sid_found(&check.bad[r]) || form != (p.b.form | p.b.packed | p.b.blocks) ||
-             (p.b.blocks && h.count != p.cap) || (form & SID_FLAG_MEAN && no_mean) || wrong_levels(p, p[r], h.count)))
+            (x.bad || form != (p.b.form | p.b.packed | p.b.blocks) || (p.b.blocks && h.count != p.cap) ||
+             (form & SID_FLAG_MEAN && no_mean) || wrong_levels(p, p[r], h.count)))
             status = SID_E_CORRUPT;
         sid_blame(&first, r, status);
         if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
-    }
+    });
     __syncthreads();
     if (threadIdx.x) return;
     sid_end_check(report, scratch, first, flagged);
@@ -724,20 +709,20 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
 
 sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean, const blocks_form &blocks) {
     const sid_plan *p = c.plan;
-    uint64_t clear;
-    const checking check = carve_checking(&c.work, &clear);
+    sid_found_part *const found = carve_parts(&c.work);
     const payloads all = {
         c.payloads, c.stride, p->n, p->cap, c.count, c.scale, sid_has_means(c), sid_body_of(p, mean, blocks), blocks};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
-    const uint64_t tiles = sid_wire_tiles(p->n), share = 1 + 4ull * c.to.processors / c.count;
-    const uint32_t each = (uint32_t)(tiles < 1 ? 1 : tiles < share ? tiles : share);
+    const uint32_t each = sid_checkers(sid_wire_tiles(p->n), 1 + 4ull * c.to.processors / c.count, c.count);
     const auto check_all = all.b.blocks
                                ? (all.b.packed ? sid_check_kernel<true, true> : sid_check_kernel<false, true>)
                                : (all.b.packed ? sid_check_kernel<true, false> : sid_check_kernel<false, false>);
-    sid_status s = sid_begin_decode(c, clear);
-    if (!s && c.part != SID_WRITE)
-        s = sid_launch(c.to, "check", check_all, (uint64_t)each * c.count, SID_BLOCK, 0, c.scratch, check, all, each,
-                       sid_expect_of(c), c.report, c.state);
+    sid_status s = SID_OK;
+    if (c.part == SID_WRITE)
+        s = sid_begin_decode(c, sizeof *c.scratch);
+    else
+        s = sid_launch(c.to, "check", check_all, (uint64_t)each * c.count + 1, SID_BLOCK, 0, c.group, c.scratch, found,
+                       all, each, sid_expect_of(c), c.gate, c.report, c.state);
     if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         const auto decode = [&](auto kernel, uint32_t cursors) {

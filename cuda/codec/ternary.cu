@@ -284,16 +284,15 @@ __global__ void __launch_bounds__(SID_BLOCK, Memory::VECTORS > 1 ? 2 : SID_DENSE
 sid_status decode(sid_cuda_decoding &c) {
     const sid_plan *p = c.plan;
     const sid_payloads from = sid_payloads_of(c);
-    uint64_t clear;
-    unsigned long long *const sums = sid_carve_covered(&c.work, &clear);
+    sid_found_part *const found = sid_carve_covered(&c.work);
     float *const units = c.work.take<float>(SID_MAX_COUNT);
     const uint64_t grid = sid_blocks(c.to, sid_chunks(p->n), SID_DENSE_BLOCKS);
-    sid_status s = sid_begin_decode(c, clear);
+    sid_status s = sid_begin_decode(c, sizeof *c.scratch);
     if (!s) s = sid_launch(c.to, "units", sid_ternary_units_kernel, 1, SID_BLOCK, 0, c.scratch, from, units);
     if (!s && c.state && c.count > 1)
         s = sid_launch(c.to, "look", sid_ternary_look_kernel, grid, SID_BLOCK, 0, c.scratch, from,
                        (const float *)units);
-    if (!s) s = sid_linear_check(c, p->n, sums);
+    if (!s) s = sid_linear_check(c, p->n, found, true);
     if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_ternary_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,

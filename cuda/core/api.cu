@@ -26,11 +26,10 @@ __device__ static void mend(const sid_mending &m) {
     if (!sid_rule_sound(&m.ruling, &rule)) m.state->rule = m.none;
 }
 
-/* Block 0 sums up the lengths; the others zero. Reads 16 and writes 8 bytes a segment. */
+/* Block 0 sums up the lengths; the others zero. */
 static __global__ void __launch_bounds__(BEGIN_BLOCK)
     sid_begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, sid_beginning b) {
     sid_follow();
-    __shared__ unsigned long long part[SID_LANES + 1];
     const sid_portion share = sid_portion_of(b.several);
     if (share.slice) {
         scratch = sid_work_of(b.several, share.slice, scratch);
@@ -46,30 +45,9 @@ static __global__ void __launch_bounds__(BEGIN_BLOCK)
         return;
     }
     zero_bytes(scratch, sizeof *scratch, threadIdx.x, BEGIN_BLOCK);
-    unsigned long long carry = 0;
-    int bad = 0;
-    for (uint32_t from = 0; from < g.n_seg; from += BEGIN_BLOCK) {
-        const uint32_t i = from + threadIdx.x;
-        unsigned long long len = 0, total;
-        if (!g.seg) {
-            len = i < g.n_seg ? g.n : 0;
-        } else if (i < g.n_seg) {
-            const sid_segment s = g.seg[i];
-            len = s.len;
-            if (len > SID_CUDA_MAX_N || (len && !s.ptr) || (uintptr_t)s.ptr % sid_width(g.dtype)) {
-                bad = 1;
-                len = 0;
-            }
-        }
-        const unsigned long long upto = sid_block_scan(len, part, &total);
-        if (i < g.n_seg && !share.slice) start[i] = carry + upto - len; /* those of the table, for all slices */
-        carry += total;
-        __syncthreads();
-    }
-    if (threadIdx.x == 0 && !share.slice) start[g.n_seg] = carry;
-    bad = __syncthreads_or(bad);
+    const bool ready =
+        sid_sum_lengths(g, share.slice ? nullptr : start, b.gate); /* those of the table, for all slices */
     if (threadIdx.x >= SID_LANES) return;
-    const bool ready = !bad && carry == g.before + g.n + g.after && (!b.gate || *b.gate == SID_OK);
     if (ready && b.mend.state) mend(b.mend);
     if (threadIdx.x) return;
     scratch->ready = ready;

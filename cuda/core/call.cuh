@@ -22,14 +22,15 @@ struct alignas(64) sid_scratch {
 };
 static_assert(sizeof(sid_scratch) == 64, "codecs carve what they want zeroed directly behind it");
 
-/* Whether this block is the last of so many to come here: it may go on alone with what all of them have found by atomics. Once
- * in a call. */
-__device__ inline bool sid_comes_last(sid_scratch *scratch, uint32_t blocks) {
+/* Whether this block is the last of so many to come here: it may go on alone with what all of them have stored. Once in a
+ * launch. *arrived is 0 before it, and after it again. */
+__device__ inline bool sid_comes_last(uint32_t *arrived, uint32_t blocks) {
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        last = atomicAdd(&scratch->arrived, 1u) + 1 == blocks;
+        last = atomicAdd(arrived, 1u) + 1 == blocks;
+        if (last) *arrived = 0;
         __threadfence();
     }
     __syncthreads();
@@ -46,6 +47,9 @@ __device__ inline void sid_meet(uint32_t *arrived, uint32_t blocks) {
         __threadfence();
     }
     __syncthreads();
+}
+__device__ inline bool sid_comes_last(sid_scratch *scratch, uint32_t blocks) {
+    return sid_comes_last(&scratch->arrived, blocks);
 }
 /* What others of the same launch have added up. */
 template <typename T> __device__ inline T sid_found(T *p) { return atomicAdd(p, (T)0); }
@@ -140,7 +144,7 @@ struct sid_cuda_encoding {
 struct sid_cuda_report { /* sidcomp.h: report_dev */
     uint32_t nonfinite, culprit;
     int32_t status;
-    uint32_t zero;
+    uint32_t arrived; /* between calls 0: blocks of a check, which so needs no launch before it (sid_comes_last) */
 };
 
 enum sid_decode_part {
@@ -226,6 +230,35 @@ uint32_t sid_several_at_once(const sid_plan *p, uint32_t count, const sid_stream
 /* Work for calls that have as many, on any device. */
 uint64_t sid_several_work(const sid_plan *p, uint32_t count);
 sid_status sid_enqueue(sid_cuda_decoding &c, const sid_table &t, void *work);
+
+/* Where the segments start, by one block; start: where to, or NULL. Whether the table holds the group and the gate, if there is
+ * one, is open. Reads 16 and writes 8 bytes a segment. */
+__device__ inline bool sid_sum_lengths(const sid_group &g, uint64_t *start, const int32_t *gate) {
+    __shared__ unsigned long long part[SID_LANES + 1];
+    unsigned long long carry = 0;
+    int bad = 0;
+    for (uint32_t from = 0; from < g.n_seg; from += blockDim.x) {
+        const uint32_t i = from + threadIdx.x;
+        unsigned long long len = 0, total;
+        if (!g.seg) {
+            len = i < g.n_seg ? g.n : 0;
+        } else if (i < g.n_seg) {
+            const sid_segment s = g.seg[i];
+            len = s.len;
+            if (len > SID_CUDA_MAX_N || (len && !s.ptr) || (uintptr_t)s.ptr % sid_width(g.dtype)) {
+                bad = 1;
+                len = 0;
+            }
+        }
+        const unsigned long long upto = sid_block_scan(len, part, &total);
+        if (i < g.n_seg && start) start[i] = carry + upto - len;
+        carry += total;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0 && start) start[g.n_seg] = carry;
+    bad = __syncthreads_or(bad);
+    return !bad && carry == g.before + g.n + g.after && (!gate || *gate == SID_OK);
+}
 
 /* The group of a call whose work has been through sid_begin: the segments' starts are the first thing there. */
 inline sid_group sid_group_of(const sid_table &t, uint64_t n, void *work) {

@@ -182,6 +182,50 @@ __device__ inline void sid_blame(uint32_t *first, uint32_t payload, int32_t stat
     if (status != SID_OK) atomicMin(first, payload << 8 | (uint32_t)-status);
 }
 
+/* What a block of a check has found in its payload. */
+struct sid_found_part {
+    unsigned long long sum;
+    uint32_t bad, most;
+};
+enum {
+    SID_CHECKERS = SID_MAX_COUNT /* blocks at most */
+};
+/* Blocks for each of `count` payloads, of which one has `pieces` of work. */
+inline uint32_t sid_checkers(uint64_t pieces, uint64_t most, uint32_t count) {
+    const uint64_t share = most < SID_CHECKERS / count ? most : SID_CHECKERS / count;
+    return (uint32_t)(pieces < 1 ? 1 : pieces < share ? pieces : share);
+}
+/* The last block of a check sees what the others have found, `each` of them in a payload: f(payload, sid_found_part) by a
+ * thread each. A payload has so many lanes that its parts are read at once. */
+template <typename F>
+__device__ inline void sid_each_found(const sid_found_part *part, uint32_t count, uint32_t each, const F &f) {
+    uint32_t lanes = 1;
+    while (lanes < each && lanes < SID_LANES) lanes *= 2;
+    for (uint32_t from = 0; from < count; from += SID_BLOCK / lanes) {
+        const uint32_t r = from + threadIdx.x / lanes, first = threadIdx.x % lanes;
+        sid_found_part all = {0, 0, 0};
+        for (uint32_t i = first; i < each && r < count; i += lanes) {
+            const sid_found_part x = part[r * each + i];
+            all = {all.sum + x.sum, all.bad | x.bad, all.most > x.most ? all.most : x.most};
+        }
+        for (uint32_t d = lanes / 2; d; d /= 2) {
+            all.sum += __shfl_xor_sync(SID_FULL, all.sum, d);
+            all.bad |= __shfl_xor_sync(SID_FULL, all.bad, d);
+            const uint32_t most = __shfl_xor_sync(SID_FULL, all.most, d);
+            all.most = most > all.most ? most : all.most;
+        }
+        if (r < count && !first) f(r, all);
+    }
+}
+
+/* A check that no sid_begin goes before has a block more, which does the same for it. */
+__device__ inline void sid_begin_check(const sid_group &g, sid_scratch *scratch, const int32_t *gate) {
+    const bool ready = sid_sum_lengths(g, (uint64_t *)g.start, gate);
+    if (threadIdx.x) return;
+    scratch->ready = ready;
+    scratch->nonfinite = 0;
+}
+
 /* The end of a check, by one thread. The report keeps the first fault that it is told of. */
 __device__ inline void sid_end_check(sid_cuda_report *report, sid_scratch *scratch, uint32_t first, bool nonfinite) {
     if (!scratch->ready) first = (uint32_t)-SID_E_ARG; /* the segment table does not hold the group */

@@ -338,7 +338,9 @@ void run_kernel(const cudaLaunchConfig_t &c, kernel_call &call) {
 } // namespace emulate
 
 const char *cudaGetErrorString(cudaError_t e) {
-    return e == cudaErrorInvalidDevice ? "invalid device ordinal" : "no error";
+    return e == cudaErrorInvalidDevice  ? "invalid device ordinal"
+           : e == cudaErrorInvalidValue ? "invalid argument"
+                                        : "no error";
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 static int devices() { /* SID_EMULATED_DEVICES, or 1 */

@@ -487,13 +487,14 @@ void fence() {
         take_in(fences.received[now.thread / now.per_block], fences.handed_on[fences.at]);
 }
 
-uint64_t launched_so_far;
+uint64_t launched_so_far, until_failure; /* launches; 0: none fails */
 
 cudaError_t launch(const cudaLaunchConfig_t &c, kernel_call *call) {
     const std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
     std::shared_ptr<kernel_call> kept(call);
     const place from = next_place;
     next_place = {};
+    if (until_failure && !--until_failure) return cudaErrorInvalidValue;
     launched_so_far++;
     check_shape(c, from);
     std::vector<cudaLaunchAttribute> attributes(c.attrs, c.attrs + c.numAttrs);
@@ -645,6 +646,7 @@ SIZED(16)
 void __tsan_init() { watched = true; } /* before main, if anything is compiled so */
 int emulated_watched() { return watched; }
 uint64_t emulated_launches() { return emulate::launched_so_far; }
+void emulated_fail_launch(int next) { emulate::until_failure = (uint64_t)next; } /* 1: the next one cannot be made */
 uint64_t emulated_grid_barriers() { return emulate::grid_barriers_so_far(); }
 void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}

@@ -1302,6 +1302,34 @@ def test_report_keeps_the_first_fault(codec: str) -> None:
     assert (bits(vector.read()) != bits(gradients[0])).any()  # a sound call works as ever
 
 
+@pytest.mark.skipif(not EMULATED, reason="on the emulation a launch can be made to fail")
+@pytest.mark.parametrize("codec", CODECS)
+def test_launch_that_cannot_be_made(codec: str) -> None:
+    """Whichever of a call's launches it is, the calls after it do what they always do."""
+    payloads, ranks, gradients = encoded_ranks(codec, {}, "residual", 300, "float32", 3)
+    device, library = DeviceRank(ranks[0].plan), ctypes.CDLL(_core.__file__)
+    vector, at = DeviceVector(gradients[0], [300]), Step(step=1, group=2, world=3)
+
+    def encode() -> bytes:
+        device.state.data.fill_(0)
+        return device.encoded(vector, at)
+
+    def decode() -> bytes:
+        vector.write(gradients[0])
+        assert device.decoded(payloads, 1 / 3, vector, at, False) == (0, 0, 0)
+        return vector.block.get()
+
+    for call in (encode, decode):
+        before = library.emulated_launches()
+        sound = call()
+        for i in range(library.emulated_launches() - before):
+            library.emulated_fail_launch(i + 1)
+            with pytest.raises(_core.DeviceError, match="invalid argument"):
+                call()
+            vector.write(gradients[0])
+            assert call() == sound
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_table_that_does_not_hold_the_group(codec: str) -> None:
     payloads, ranks, gradients = encoded_ranks(codec, {}, "residual", 300, "float32", 1)
