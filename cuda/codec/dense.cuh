@@ -419,10 +419,11 @@ enum {
 }; /* on a multiprocessor: 80 registers a thread */
 
 /* The tiles of this warp in which a sum has overflowed, once more: what is not finite of them is averaged in float64, payload by
- * payload. Rare, so it adds up all payloads again for each row, which takes no more registers than the decode has. */
+ * payload. Rare, so it adds up all payloads again for each row, which takes fewer registers, and is a call: in the kernel itself it
+ * would make the decode's loop spill. By value, because an address would keep the arguments out of the constant bank. */
 template <class Memory, class Body>
-__device__ inline void sid_dense_means(const sid_group &g, const sid_vectors &vectors, const sid_payloads &p,
-                                       const Memory &memory, const Body &body) {
+__device__ __noinline__ void sid_dense_means(sid_group g, sid_vectors vectors, sid_payloads p, Memory memory,
+                                             Body body) {
     const uint64_t tiles = sid_tiles(g.n);
 #pragma unroll 1
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
