@@ -12,6 +12,7 @@ gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user).
 
 import argparse
 import bisect
+import json
 import subprocess
 import tempfile
 from collections import Counter
@@ -27,7 +28,8 @@ from benchmarks.common import RESULTS, report
 
 ROOT = Path(__file__).resolve().parent.parent
 CROSS = "aarch64-linux-gnu-gcc"
-SIZES = (8192, 40960)  # elements: whole tiles, of which the second size has enough to show what a tile takes
+SIZES = (65536, 262144)  # elements: whole tiles
+FEW = (16384, 49152)  # one instruction at a time
 ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("topk", {"density": 0.001}),
     ("topk", {"density": 0.01}),
@@ -114,20 +116,35 @@ def measure(
     isa: Isa, program: Program, what: str, codec: str, settings: dict[str, Any]
 ) -> tuple[float, float, Counter[str]]:
     """Instructions of an element, of a call beside them, and of an element by function."""
+    sizes = SIZES if isa.emulator else FEW
     few, many = (
         program.count(
             isa, [what, str(isa.number), codec, home(codec), str(n), str(RANKS), *numbers(codec, settings)]
         )
-        for n in SIZES
+        for n in sizes
     )
-    elements = SIZES[1] - SIZES[0]
+    elements = sizes[1] - sizes[0]
     each = Counter({name: (many[name] - few[name]) / elements for name in many})
     element = (many.total() - few.total()) / elements
-    return element, few.total() - element * SIZES[0], each
+    return element, few.total() - element * sizes[0], each
 
 
 def title(codec: str, settings: dict[str, Any]) -> str:
     return " ".join([codec, *(f"{k}={v}" for k, v in settings.items())])
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """The rows that were saved before: other instruction sets, or other codecs."""
+    path = RESULTS / "instructions.json"
+    found = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {row["codec"]: row for row in found}
+
+
+def place(column: str) -> tuple[int, int, int]:
+    """Where a column stands: encode, then decode; each by instruction set."""
+    what, _, rest = column.partition(", ")
+    isa, _, call = rest.partition(", ")
+    return (("codec", "encode", "decode").index(what), [*ISAS, ""].index(isa), len(call))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -140,15 +157,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--isa", nargs="+", default=["neon", "avx2", best], choices=list(ISAS))
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the codecs' names")
     parser.add_argument("--functions", type=int, default=0, help="also print so many functions of each row")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/instructions.{md,json}")
+    parser.add_argument("--save", action="store_true", help="add to benchmarks/results/instructions.*")
     args = parser.parse_args(argv)
     isas = {name: ISAS[name] for name in dict.fromkeys(args.isa)}
     programs = {name: Program(isa) for name, isa in isas.items()}
+    before = kept() if args.save else {}
     rows = []
     for codec, settings in ROWS:
+        row: dict[str, Any] = {"codec": title(codec, settings), **before.get(title(codec, settings), {})}
         if not any(part in codec for part in args.only):
+            rows += [row] if len(row) > 1 else []
             continue
-        row: dict[str, Any] = {"codec": title(codec, settings)}
         for what in ("encode", "decode"):
             for name, isa in isas.items():
                 element, call, each = measure(isa, programs[name], what, codec, settings)
@@ -161,10 +180,11 @@ def main(argv: list[str] | None = None) -> None:
     report(
         "instructions",
         "Instructions of an element",
-        rows,
+        [dict(sorted(row.items(), key=lambda item: place(item[0]))) for row in rows],
         f"One encode with a residual that many steps have filled, and one decode of {RANKS} ranks (one "
         "payload where they are summed on the way), of Laplace gradients in float32. An element: the "
-        f"difference between {SIZES[1]:,} and {SIZES[0]:,} elements. A call: what is left.",
+        f"difference between {SIZES[1]:,} and {SIZES[0]:,} elements, with AVX-512 between {FEW[1]:,} and "
+        f"{FEW[0]:,}. A call: what is left.",
         RESULTS if args.save else None,
     )
 
