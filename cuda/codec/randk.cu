@@ -293,7 +293,7 @@ sid_status encode(sid_cuda_encoding &c) {
                 return sid_launch(c.to, "pass", kernel, grid, SID_BLOCK, 0, c.group, c.scratch, c.state,
                                   sid_vectors_of(c), memory, o, c.several);
             };
-            if constexpr (decltype(memory)::VECTORS <= SID_SEVERAL_VECTORS)
+            if constexpr ((uint32_t)decltype(memory)::VECTORS <= (uint32_t)SID_SEVERAL_VECTORS)
                 if (c.several.count) return pass(sid_randk_kernel<decltype(memory), true>);
             return pass(sid_randk_kernel<decltype(memory), false>);
         });

@@ -126,7 +126,7 @@ sid_status sid_sparse_encode(sid_cuda_encoding &c, const Codec &codec, const sid
     const sid_gathering<Codec> gathering = {codec, f.list, c.state};
     if (!s && c.several.count) {
         s = sid_with_memory_of(c, [&](auto memory) {
-            if constexpr (decltype(memory)::VECTORS <= SID_SEVERAL_VECTORS)
+            if constexpr ((uint32_t)decltype(memory)::VECTORS <= (uint32_t)SID_SEVERAL_VECTORS)
                 return sid_launch(c.to, "pass", sid_several_pass_kernel<decltype(memory), sid_gathering<Codec>>,
                                   sid_blocks(c.to, c.several, chunks, Codec::PASS_BLOCKS), SID_BLOCK, 0, c.group,
                                   c.scratch, c.state, vectors, stored, memory, gathering, c.several);

@@ -81,6 +81,7 @@ struct sid_crew_shared {
     uint64_t found, sent;
     float threshold;
     uint32_t stages;
+    uint32_t most; /* the largest candidate's key */
 };
 
 /* All blocks of a finish, or one thread's view of it. What is computed here is the same in every block, each call is

@@ -191,6 +191,8 @@ struct sid_crew : sid_emission {
                                                                uint32_t *largest) {
         return tally_of(c, above, least, largest, [](bool, float) {});
     }
+    /* Another block's next tally may already be taking the same maximum again. */
+    __device__ uint32_t most_found() const { return sid_found(&f.scratch->key); }
     __device__ uint32_t *wanted() const { return f.largest ? &f.scratch->key : nullptr; }
     __device__ unsigned long long tally(uint32_t above, uint32_t least) const {
         return tally_of(slots(), above, least, wanted());
@@ -236,7 +238,8 @@ struct sid_crew : sid_emission {
         if (s.tally[FROM].known == sid_tally::NOTHING && s.tally[PICK].known == sid_tally::NOTHING)
             note(FROM, SID_FULL, tally(SID_FULL, SID_FULL));
         meet();
-        return f.scratch->key;
+        lead([&] { s.most = most_found(); });
+        return s.most;
     }
 
     /* ---- where the rank-th largest is */
@@ -427,7 +430,7 @@ struct sid_crew : sid_emission {
         lead([&] {
             if (s.all) s.chosen.ties = SID_FULL;
             s.sent = sid_slot((uint32_t)(all >> 32), (uint32_t)all, (uint32_t)s.chosen.ties);
-            if (b.width > 2) s.levels = sid_levels_between(s.key, s.sent ? f.scratch->key : 0, b.width);
+            if (b.width > 2) s.levels = sid_levels_between(s.key, s.sent ? most_found() : 0, b.width);
         });
         packing w = {s.bins + sid_warp() * ROOM,
                      (uint32_t)(at >> 32),
