@@ -80,14 +80,16 @@ sid_status sid_cuda_exchange_checksum(const sid_exchange *x, const sid_segment *
 
 /* A group on the device: the arguments of sid_cuda_encode and sid_cuda_decode. incoming: room for the payloads of all ranks;
  * unused by linear plans, whose bodies are summed in place. shown: NULL, or as in sid_cuda_show. With plan NULL it is the group
- * of an exchange: payload is the wire block, and room (host memory) is for 2 * sizes.messages messages. */
+ * of an exchange: payload is the wire block, and room (host memory) is for 2 * sizes.messages messages. in_place: 1 for a
+ * plan of the codec none without a memory whose gradient is one run of memory; payload is then the gradient itself, which
+ * sid_nccl_step averages where it is, without a pass of its own. Otherwise 0. */
 typedef struct sid_cuda_group {
     const sid_plan *plan;
     const sid_exchange *exchange;
     sid_message *room;
     const sid_segment *segs_dev;
     void *state, *work, *payload, *incoming, *stats_dev, *report_dev, *shown;
-    uint32_t n_seg, spare;
+    uint32_t n_seg, in_place;
 } sid_cuda_group;
 
 /* An entry of the table that sid_cuda_cancel reads. */

@@ -50,6 +50,9 @@ sid_status sid_nccl_all_gather(sid_nccl_comm *c, const void *in, void *out, uint
 /* Sums count elements over the ranks; `in` may be `out`. */
 sid_status sid_nccl_all_reduce(sid_nccl_comm *c, const void *in, void *out, uint64_t count, sid_dtype dtype,
                                void *stream, sid_error *err);
+/* Averages count floating-point elements over the ranks: each is divided by the number of ranks, then they are summed. */
+sid_status sid_nccl_average(sid_nccl_comm *c, const void *in, void *out, uint64_t count, sid_dtype dtype, void *stream,
+                            sid_error *err);
 /* Sums world * count elements over the ranks, and writes this rank's count of them. */
 sid_status sid_nccl_reduce_scatter(sid_nccl_comm *c, const void *in, void *out, uint64_t count, sid_dtype dtype,
                                    void *stream, sid_error *err);
@@ -58,7 +61,7 @@ sid_status sid_nccl_messages(sid_nccl_comm *c, void *wire, const sid_message *se
                              const sid_message *receives, uint32_t n_receives, void *stream, sid_error *err);
 
 /* Enqueues a group's step: encode, all-gather or all-reduce (one a reduction), and decode to the mean over the ranks; or the
- * exchange's advances and messages in turn. Then sid_cuda_show, with the low bits of step + 1 as the mark. */
+ * exchange's advances and messages in turn; or, for a group with in_place, the average alone. Then sid_cuda_show, with the low bits of step + 1 as the mark. */
 sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *step, void *stream, sid_error *err);
 
 #ifdef __cplusplus

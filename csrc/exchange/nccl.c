@@ -31,7 +31,8 @@ enum { /* ncclDataType_t, ncclRedOp_t */
     HALF = 6,
     FLOAT = 7,
     BFLOAT = 9,
-    SUM = 0
+    SUM = 0,
+    AVERAGE = 4 /* since 2.10 */
 };
 
 typedef struct nccl_id {
@@ -384,12 +385,21 @@ sid_status sid_nccl_all_gather(sid_nccl_comm *c, const void *in, void *out, uint
     return s ? s : finish(c, c->lib.all_gather(in, out, bytes, BYTES, c->comm, stream), "all-gather", before, err);
 }
 
+static sid_status reduce(sid_nccl_comm *c, const void *in, void *out, uint64_t count, int type, int op, void *stream,
+                         sid_error *err) {
+    int before;
+    const sid_status s = begin(c, type >= 0 && (!count || (in && out)), &before, err);
+    return s ? s : finish(c, c->lib.all_reduce(in, out, count, type, op, c->comm, stream), "all-reduce", before, err);
+}
+
 sid_status sid_nccl_all_reduce(sid_nccl_comm *c, const void *in, void *out, uint64_t count, sid_dtype dtype,
                                void *stream, sid_error *err) {
-    int before;
-    const int type = type_of(dtype);
-    const sid_status s = begin(c, type >= 0 && (!count || (in && out)), &before, err);
-    return s ? s : finish(c, c->lib.all_reduce(in, out, count, type, SUM, c->comm, stream), "all-reduce", before, err);
+    return reduce(c, in, out, count, type_of(dtype), SUM, stream, err);
+}
+
+sid_status sid_nccl_average(sid_nccl_comm *c, const void *in, void *out, uint64_t count, sid_dtype dtype, void *stream,
+                            sid_error *err) {
+    return reduce(c, in, out, count, dtype == SID_I8 ? -1 : type_of(dtype), AVERAGE, stream, err);
 }
 
 sid_status sid_nccl_reduce_scatter(sid_nccl_comm *c, const void *in, void *out, uint64_t count, sid_dtype dtype,
@@ -428,6 +438,12 @@ static sid_status collective(sid_nccl_comm *c, const sid_cuda_group *g, const si
                              sid_error *err) {
     const sid_plan *p = g->plan;
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
+    if (g->in_place) {
+        if (!linear || !(p->codec->info.traits & SID_LOSSLESS) || p->memory->vectors || g->n_seg != 1)
+            return sid_fail(err, SID_E_ARG,
+                            "in_place is for codec none without a memory, and for a gradient in one run of memory");
+        return sid_nccl_average(c, g->payload, g->payload, p->n, p->dtype, stream, err);
+    }
     if (!linear && !g->incoming)
         return sid_fail(err, SID_E_ARG,
                         "incoming is NULL: a gathered plan needs room there for the payloads of all ranks");

@@ -64,6 +64,12 @@ class Communicator {
             return sid_nccl_all_reduce(get(), pointer(in), pointer(out), count, d, pointer(stream), err);
         });
     }
+    void average(Address in, Address out, uint64_t count, const string &dtype, Address stream) {
+        const sid_dtype d = dtype_of(dtype);
+        run([&](sid_error *err) {
+            return sid_nccl_average(get(), pointer(in), pointer(out), count, d, pointer(stream), err);
+        });
+    }
     void reduce_scatter(Address in, Address out, uint64_t count, const string &dtype, Address stream) {
         const sid_dtype d = dtype_of(dtype);
         run([&](sid_error *err) {
@@ -106,8 +112,9 @@ class DeviceGroup {
     struct Places { // besides the buffers
         Address incoming, stats, report, shown;
     };
-    DeviceGroup(const Plan &plan, const DeviceBuffers &b, const Places &also) : DeviceGroup(b, also) {
+    DeviceGroup(const Plan &plan, const DeviceBuffers &b, const Places &also, bool in_place) : DeviceGroup(b, also) {
         group_.plan = plan.get();
+        group_.in_place = in_place;
     }
     DeviceGroup(const Exchange &exchange, const DeviceBuffers &b, const Places &also) : DeviceGroup(b, also) {
         group_.exchange = exchange.get();
@@ -165,6 +172,8 @@ void bind_nccl(py::module_ &m) {
              arg("stream"))
         .def("all_reduce", &Communicator::all_reduce, arg("mine"), arg("sum"), arg("count"), arg("dtype"),
              py::kw_only(), arg("stream"))
+        .def("average", &Communicator::average, arg("mine"), arg("mean"), arg("count"), arg("dtype"), py::kw_only(),
+             arg("stream"))
         .def("reduce_scatter", &Communicator::reduce_scatter, arg("all"), arg("mine"), arg("count"), arg("dtype"),
              py::kw_only(), arg("stream"))
         .def("messages", &Communicator::messages, arg("wire"), arg("sends"), arg("receives"), py::kw_only(),
@@ -175,12 +184,12 @@ void bind_nccl(py::module_ &m) {
 
     py::class_<DeviceGroup>(m, "DeviceGroup")
         .def(py::init([](const Plan &plan, const DeviceBuffers &buffers, Address incoming, Address stats,
-                         Address report, Address shown) {
+                         Address report, Address shown, bool in_place) {
                  return std::make_unique<DeviceGroup>(plan, buffers,
-                                                      DeviceGroup::Places{incoming, stats, report, shown});
+                                                      DeviceGroup::Places{incoming, stats, report, shown}, in_place);
              }),
              arg("plan"), arg("buffers"), arg("incoming"), arg("stats"), arg("report"), arg("shown"),
-             py::keep_alive<1, 2>())
+             arg("in_place") = false, py::keep_alive<1, 2>())
         .def(py::init([](const Exchange &exchange, const DeviceBuffers &buffers, Address stats, Address report,
                          Address shown) {
                  return std::make_unique<DeviceGroup>(exchange, buffers, DeviceGroup::Places{0, stats, report, shown});

@@ -269,6 +269,7 @@ class Communicator:
     device: int
     def all_gather(self, mine: int, all: int, nbytes: int, *, stream: int) -> None: ...
     def all_reduce(self, mine: int, sum: int, count: int, dtype: str, *, stream: int) -> None: ...
+    def average(self, mine: int, mean: int, count: int, dtype: str, *, stream: int) -> None: ...
     def reduce_scatter(self, all: int, mine: int, count: int, dtype: str, *, stream: int) -> None: ...
     def messages(
         self,
@@ -286,7 +287,8 @@ class Communicator:
 
 class DeviceGroup:
     """A group's buffers on the device, and further addresses there. incoming is 0 if the plan is linear,
-    shown if no report is wanted."""
+    shown if no report is wanted. in_place: the payload is the gradient itself, which a step averages where it
+    is; for the codec none without a memory, and one segment."""
 
     @overload
     def __init__(
@@ -306,6 +308,7 @@ class DeviceGroup:
         stats: int,
         report: int,
         shown: int,
+        in_place: bool = False,
     ) -> None: ...
     def step(
         self,

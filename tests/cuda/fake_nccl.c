@@ -78,7 +78,8 @@ typedef struct part {
 typedef struct work {
     part parts[PARTS];
     int n;
-    int sums; /* 1: all-reduce, 2: reduce-scatter: `gathered` adds up to out */
+    int sums;     /* 1: all-reduce, 2: reduce-scatter: `gathered` adds up to out */
+    float factor; /* of each element, before it is added */
     uint8_t *gathered;
     void *out;
     const uint8_t *own;
@@ -115,6 +116,9 @@ static float value(const uint8_t *p, uint64_t i, int type) {
     const uint16_t h = ((const uint16_t *)(const void *)p)[i];
     return type == 6 ? sid_f16_to_f32(h) : sid_bf16_to_f32(h);
 }
+static float rounded(float x, int type) {
+    return type == 7 ? x : type == 6 ? sid_f16_to_f32(sid_f32_to_f16(x)) : sid_bf16_to_f32(sid_f32_to_bf16(x));
+}
 static uint64_t width(int type) { return type == 1 ? 1 : type == 7 ? 4 : 2; }
 
 static void add_up(const struct ncclComm *c, const work *w) {
@@ -128,7 +132,10 @@ static void add_up(const struct ncclComm *c, const work *w) {
         }
         float sum = 0;
         for (int r = 0; r < c->world; r++)
-            sum += value(r == c->rank ? w->own : w->gathered + (uint64_t)r * w->count * width(w->type), i, w->type);
+            sum +=
+                rounded(w->factor * value(r == c->rank ? w->own : w->gathered + (uint64_t)r * w->count * width(w->type),
+                                          i, w->type),
+                        w->type);
         if (w->type == 7)
             ((float *)w->out)[i] = sum;
         else
@@ -385,7 +392,11 @@ int ncclAllGather(const void *in, void *out, size_t count, int type, ncclComm_t 
 }
 
 static int reduce(int which, const void *in, void *out, size_t count, int type, ncclComm_t c) {
-    work w = {.sums = which, .count = count, .type = type, .out = out};
+    work w = {.sums = which == 2 ? 2 : 1,
+              .factor = which == 3 && c ? 1 / (float)c->world : 1,
+              .count = count,
+              .type = type,
+              .out = out};
     if (!c) return INVALID_ARGUMENT;
     const uint64_t bytes = count * width(type);
     w.gathered = malloc((uint64_t)c->world * bytes + 1);
@@ -397,7 +408,7 @@ static int reduce(int which, const void *in, void *out, size_t count, int type, 
     }
     const int result = start(c, &w);
     if (result != IN_PROGRESS) free(w.gathered);
-    if (result == IN_PROGRESS) note(which == 2 ? "reduce-scatter" : "all-reduce", c, bytes);
+    if (result == IN_PROGRESS) note(which == 2 ? "reduce-scatter" : which == 3 ? "average" : "all-reduce", c, bytes);
     return done(c, result);
 }
 
@@ -405,7 +416,8 @@ int ncclAllReduce(const void *in, void *out, size_t count, int type, int op, ncc
     drain(stream);
     touch(stream, in, count * width(type), 0, "ncclAllReduce");
     touch(stream, out, count * width(type), 1, "ncclAllReduce");
-    return op ? INVALID_ARGUMENT : reduce(1, in, out, count, type, c);
+    if (op && (op != 4 || type == 1)) return INVALID_ARGUMENT; /* a sum, or an average of floats */
+    return reduce(op ? 3 : 1, in, out, count, type, c);
 }
 int ncclReduceScatter(const void *in, void *out, size_t count, int type, int op, ncclComm_t c, void *stream) {
     drain(stream);

@@ -167,6 +167,37 @@ def test_sums(world: int, dtype: str) -> None:
 
 
 @emulated
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_average(world: int, dtype: str) -> None:
+    """NCCL divides first: two elements of 40000 do not overflow float16."""
+    n = 5000
+    rng = np.random.default_rng(3)
+    parts = [ref.from_f32(rng.normal(size=n).astype(np.float32), dtype) for _ in range(world)]
+    for p in parts:
+        p[:1] = ref.from_f32(np.full(1, 4e4, np.float32), dtype)
+    total = np.zeros(n, np.float32)
+    for p in parts:
+        total += ref.to_f32(ref.from_f32(ref.to_f32(p, dtype) * np.float32(1 / world), dtype), dtype)
+    want = ref.from_f32(total, dtype)
+    assert np.isfinite(ref.to_f32(want[:1], dtype)).all()
+
+    def each(c: _core.Communicator) -> None:
+        mine, out = filled(parts[c.rank]), Block(n * want.itemsize)
+        c.average(mine.ptr, out.ptr, n, dtype, stream=0)
+        np.testing.assert_array_equal(out.data, want.view(np.uint8))
+        c.average(mine.ptr, mine.ptr, n, dtype, stream=0)  # in place
+        np.testing.assert_array_equal(mine.data, want.view(np.uint8))
+        for b in (mine, out):
+            b.check()
+        with pytest.raises(_core.ArgumentError, match="int8"):
+            c.average(mine.ptr, mine.ptr, n, "int8", stream=0)
+        c.leave()
+
+    fake_nccl.each_well(fake_nccl.joined(world, 60, each))
+
+
+@emulated
 @pytest.mark.parametrize("world", WORLDS)
 def test_messages(world: int) -> None:
     """All to all, with sizes of every pair's own, in one call; then a ring."""
