@@ -151,11 +151,57 @@ def test_the_same_bits_as_torch_and_as_the_cpu(codec: str, world: int, log: Path
     lines = [line.split()[0] for line in log.read_text().splitlines()]
     plan = _core.Plan(codec, "residual", 1000, "float32")
     # one group in the first step, then one a bucket
-    assert lines.count("all-reduce" if plan.linear else "all-gather") == world * plan.reductions * (
-        1 + 3 * ours[0][1]
-    )
+    kind = "average" if codec == "none" else "all-reduce" if plan.linear else "all-gather"
+    assert lines.count(kind) == world * plan.reductions * (1 + 3 * ours[0][1])
     assert lines.count("finalize") == world and "abort" not in lines
-    assert set(lines) == {"finalize", "all-reduce" if plan.linear else "all-gather"}
+    assert set(lines) == {"finalize", kind}
+
+
+def as_nccl_averages(exchange: Exchange, x: torch.Tensor) -> dist.Work:
+    return exchange.all_reduce(x.mul_(1 / exchange.world))
+
+
+def averaged(rank: int, world: int, how: str, log: str) -> tuple[list[list[torch.Tensor]], list[str], int]:
+    """Six steps of the codec none; in the fifth, rank 0 has a NaN. The weights before it, the parameters that
+    are not finite in the end, and the number of groups."""
+    if how == "torch":
+        Exchange.averages = True  # type: ignore[method-assign, assignment]
+        Exchange.average = as_nccl_averages  # type: ignore[method-assign]
+    r = Run(
+        rank, log, codec="none", lane=how != "cpu", checksum_every=2,
+        transport="native" if how == "native" else "torch",
+    )  # fmt: skip
+    r.optimizer.param_groups[0]["lr"] = 1e-3
+    out = []
+    for i in range(6):
+        if i == 4 and rank == 0:
+            with torch.no_grad():
+                r.model[3].bias[0] = float("nan")
+        r.step()
+        if i < 4:
+            out.append(r.weights())
+    nan = [name for name, p in r.model.named_parameters() if not p.isfinite().all()]
+    assert all(g.direct and g.form.allocations == (how != "cpu") for g in r.groups())
+    stats = r.state.stats()
+    assert [g["count"] for g in stats["groups"]] == [g.n for g in r.groups()]
+    r.close()
+    return out, nan, len(stats["groups"])
+
+
+@emulated
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_dense_groups_are_averaged_where_they_are(world: int, log: Path) -> None:
+    """A dense group has no payload. NCCL divides, and no kernel of ours reads or writes the gradient."""
+    want = run(averaged, world, "cpu", "")
+    for how in ("native", "torch"):
+        for (a, *rest), (b, *others) in zip(run(averaged, world, how, str(log)), want, strict=True):
+            assert rest == others and rest[0]
+            if world < 3:  # sums of three have several orders
+                same(a, b)
+            for i, (x, y) in enumerate(zip(a, b, strict=True)):
+                assert all(torch.allclose(p, q, rtol=1e-5, atol=1e-6) for p, q in zip(x, y, strict=True)), i
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert [x[0] for x in lines].count("average") == world * (1 + 5 * want[0][2])
 
 
 def special(

@@ -2,6 +2,7 @@
 
 import weakref
 
+from sidcomp.runtime.form import InPlaceForm
 from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.transport import Computation, Exchanged, G, Inline, Works, finish_later
 
@@ -14,6 +15,8 @@ class Collectives(Inline):
 
     def post(self, group: Exchanged, round: int) -> Works:
         form = group.form
+        if isinstance(form, InPlaceForm) and form.averaged:
+            return [self.exchange.average(form.slices[0])]
         if form.slices:
             return [self.exchange.all_reduce(form.slices[round])]
         return [self.exchange.all_gather(form.incoming.tensor, form.payload.tensor)]

@@ -52,6 +52,9 @@ class CpuExecutor:
         if settings.transport == "native":
             raise UnsupportedError("transport='native' is NCCL, which is for CUDA: leave it out on the CPU")
 
+    def in_place(self, settings: Settings, exchange: Exchange) -> bool:
+        return True
+
     def prepare(self, group: Group, world: int, twice: bool) -> None:
         group.allocate(world, group.plan.work_bytes, twice)
 

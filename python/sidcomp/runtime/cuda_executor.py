@@ -17,7 +17,7 @@ from sidcomp.errors import CorruptPayloadError, UnsupportedError
 from sidcomp.runtime.block import Block
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.collectives import Collectives
-from sidcomp.runtime.form import CollectiveForm, Form, MessageForm, Moment
+from sidcomp.runtime.form import CollectiveForm, Form, InPlaceForm, MessageForm, Moment
 from sidcomp.runtime.group import Group, Residual
 from sidcomp.runtime.nccl import Native, Progress, open_library
 from sidcomp.runtime.point_to_point import BatchedMessages
@@ -94,6 +94,13 @@ class CudaCollectiveCalls(CudaCalls):
             form.incoming.ptr, form.plan.payload_bytes, form.count, 1.0 / at.world, buffers,
             report=self.report, step=at.step, group=at.group, **self.where,
         )  # fmt: skip
+
+
+class CudaInPlaceCalls(CudaCalls):
+    def advance(
+        self, round: int, buffers: _core.DeviceBuffers, at: Moment, carry: float = 1.0, origin: int = 0
+    ) -> None:
+        pass  # the all-reduce does everything
 
 
 class CudaMessageCalls(CudaCalls):
@@ -260,6 +267,9 @@ class CudaExecutor:
     # ---- groups
     # --------------------------------------------------------------------------------------------------
 
+    def in_place(self, settings: Settings, exchange: Exchange) -> bool:
+        return settings.transport == "native" or exchange.averages  # Gloo cannot average
+
     def prepare(self, group: Group, world: int, twice: bool) -> None:
         if not find_codec(group.plan.codec).cuda:
             has = ", ".join(c["name"] for c in _core.codecs() if c["cuda"])
@@ -270,6 +280,8 @@ class CudaExecutor:
         with self.current():
             work_bytes = (group.message_plan.core if group.in_messages else group.plan).cuda_work_bytes()
             group.allocate(world, work_bytes, twice)
+            if isinstance(group.form, InPlaceForm):
+                group.form.average(work_bytes, self.device)
             self._kept.append(self._shown())
             group.resident = Resident(self.device, self._kept[-1])
         self._residents = (*(r for r in self._residents if r() is not None), weakref.ref(group.resident))
@@ -280,8 +292,9 @@ class CudaExecutor:
             r.table = torch.frombuffer(bytearray(g.segments.table()), dtype=torch.uint8).to(self.device)
         r.placed_for = g.segments
         table, form = r.table.data_ptr(), g.form
+        payload = form.address if isinstance(form, InPlaceForm) else form.payload.ptr
         r.buffers = {
-            state.ptr: _core.DeviceBuffers(table, len(g.runs), state.ptr, form.scratch.ptr, form.payload.ptr)
+            state.ptr: _core.DeviceBuffers(table, len(g.runs), state.ptr, form.scratch.ptr, payload)
             for state in g.states.all
         }
         r.places = {state: self._places(g, r, buffers) for state, buffers in r.buffers.items()}
@@ -291,7 +304,7 @@ class CudaExecutor:
         if g.in_messages:
             return _core.DeviceGroup(g.message_plan.core, buffers, *reports)
         incoming = 0 if g.plan.linear else g.form.incoming.ptr
-        return _core.DeviceGroup(g.plan, buffers, incoming, *reports)
+        return _core.DeviceGroup(g.plan, buffers, incoming, *reports, in_place=g.direct)
 
     def keep_two(self, group: Group) -> bool:
         """Makes the group's state two states. False: there are two already."""
@@ -370,7 +383,8 @@ class CudaExecutor:
         g.counters.steps += 1
 
     def launched(self, groups: Sequence[Group], in_place: bool) -> None:
-        if in_place and len(groups) > 1 and all(g.stage.sent for g in groups):
+        keeps = any(g.form.vectors for g in groups)
+        if in_place and keeps and len(groups) > 1 and all(g.stage.sent for g in groups):
             self.cancel(groups)
         if not all(g.stage.sent for g in groups):
             with suppress(RuntimeError):  # a device that is lost refuses this too; the first error is the one
@@ -380,12 +394,17 @@ class CudaExecutor:
         """Enqueues a group's step with torch's collectives or point-to-point calls. One thread does so for
         all groups, in the same order on all ranks."""
         with self.current():
-            kind = CudaMessageCalls if g.in_messages else CudaCollectiveCalls
-            r.calls = kind(g.form, r.stats.ptr, r.report.ptr, self.where)
+            r.calls = self._kind(g)(g.form, r.stats.ptr, r.report.ptr, self.where)
             self.advance(g, 0)
             with span(self.step.profiled, "exchange", g.index):  # the decode is enqueued within it
                 self._transports[g.form].start(self, g)
             _core.cuda_show(r.report.ptr, (self.step.index + 1) % _MARKS, r.shown.data_ptr(), **self.where)
+
+    @staticmethod
+    def _kind(g: Group) -> type[CudaCalls]:
+        if g.direct:
+            return CudaInPlaceCalls
+        return CudaMessageCalls if g.in_messages else CudaCollectiveCalls
 
     # What a transport calls, in the thread that has started it: everything is enqueued.
 
@@ -480,8 +499,10 @@ class CudaExecutor:
                 return error
         return None
 
-    def stats(self, g: Group) -> _core.Stats:
+    def stats(self, g: Group) -> _core.Stats | None:
         """Returns the statistics of the last encode. Waits for the device."""
+        if g.direct:
+            return None  # nothing is encoded
         self.synchronize()
         return _core.read_stats(bytes(g.resident.stats.tensor.tolist()))
 

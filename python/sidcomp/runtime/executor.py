@@ -29,6 +29,9 @@ class Executor(Protocol):
     def check(self, settings: Settings, groups: Sequence[Group]) -> None:
         """Raises UnsupportedError if this device cannot execute these groups."""
 
+    def in_place(self, settings: Settings, exchange: Exchange) -> bool:
+        """Whether a dense group that is contiguous in memory can be reduced where it is."""
+
     def prepare(self, group: Group, world: int, twice: bool) -> None:
         """Allocates states and buffers of the group. twice: two states."""
 

@@ -41,7 +41,7 @@ class Form:
     allocations = 0  # blocks of memory
     bytes_sent = 0  # bytes that this rank passes to the exchange in a step
     stats: _core.Stats | None = None  # of the last encode
-    # The buffers; a group that is reduced in place has none.
+    # The buffers; a group that is reduced in place has no payload, and on the CPU no scratch.
     scratch: Block
     payload: Block  # what this rank sends
     incoming: Block  # what it receives
@@ -153,21 +153,33 @@ class CollectiveForm(Form):
 
 
 class InPlaceForm(Form):
-    """A form without buffers, for a dense group that is contiguous in memory: one all-reduce sums the
-    gradient where it is, as in plain DDP."""
+    """A form without a payload, for a dense group that is contiguous in memory: one all-reduce sums the
+    gradient where it is, as in plain DDP.
+
+    averaged: the all-reduce divides by the number of ranks. Otherwise `advance` does so before it.
+    address: where the gradient begins.
+    """
+
+    averaged = False
 
     def __init__(self, plan: Any) -> None:
         super().__init__(plan)
         self._view = torch.empty(0)
-        self._start = self._size = 0
+        self.address = self._size = 0
         self.slices = [self._view]
+
+    def average(self, work_bytes: int, device: torch.device) -> None:
+        """Has the all-reduce divide. work_bytes: scratch, for checksums."""
+        self.averaged, self.allocations = True, 1
+        self.scratch = Block(work_bytes, device)
 
     def buffers(self, segments: _core.Segments, state: int) -> _core.Buffers:
         return _core.Buffers(segments, state)
 
     def place(self, view: torch.Tensor) -> None:
         """Takes the present place of the group's gradient."""
-        self._view, self._start, self._size = view, view.data_ptr(), view.element_size()
+        self._view, self.address, self._size = view, view.data_ptr(), view.element_size()
+        self.slices[0] = view
         self.bytes_sent = view.numel() * self._size
 
     def let_go(self) -> None:
@@ -179,7 +191,7 @@ class InPlaceForm(Form):
     ) -> bool:
         if round == 0:
             self.slices[0] = self._view
-            if at.world > 1:
+            if at.world > 1 and not self.averaged:
                 _core.scale(buffers.segments, self.dtype, 1.0 / at.world)
         return False  # `poisoned` examines the sum
 
@@ -190,7 +202,7 @@ class InPlaceForm(Form):
     def poisoned(self) -> bool:
         # All elements of a sum have the NaN of a rank that failed, so this reads only the first one, which is
         # cheaper than any call of torch.
-        first = int.from_bytes(string_at(self._start, self._size), "little") if self.bytes_sent else 0
+        first = int.from_bytes(string_at(self.address, self._size), "little") if self.bytes_sent else 0
         exponent = _EXPONENTS[self.dtype]
         return first & exponent == exponent
 

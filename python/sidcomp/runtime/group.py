@@ -241,7 +241,7 @@ class Group:
     # -------------------------------------------------------------------------------------------------
 
     def allocate(self, world: int, work_bytes: int, twice: bool) -> None:
-        """Allocates states and buffers. twice: two states."""
+        """Allocates states and buffers; nothing for a group that is reduced in place. twice: two states."""
         plan = self.plan
         if self.direct:
             return

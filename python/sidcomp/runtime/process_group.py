@@ -285,6 +285,16 @@ class Exchange:
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         return cast(dist.Work, dist.all_reduce(tensor, group=self.group, async_op=True))
 
+    @property
+    def averages(self) -> bool:
+        """Whether `average` is possible."""
+        return "nccl" in self.backend and self.device.type == "cuda"
+
+    def average(self, tensor: torch.Tensor) -> dist.Work:
+        """As all_reduce; each rank's elements are divided by the number of ranks, in no pass of their own."""
+        work = dist.all_reduce(tensor, dist.ReduceOp.AVG, group=self.group, async_op=True)
+        return cast(dist.Work, work)
+
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
         return cast(dist.Work, _all_gather(out, tensor, group=self.group, async_op=True))
 
