@@ -1,30 +1,25 @@
 """Processes that are ended with all that they have started, for what may hang on a device."""
 
-import ctypes
 import os
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+GUARD = Path(__file__).resolve().parent / "guard.py"
 
 
 def start(command: list[str], output: Any, **env: str) -> "subprocess.Popen[bytes]":
-    """Starts the command in a process group of its own. The command ends if this process is killed (what it
-    has started itself may not), so that the next one finds no busy device and no journal that grows."""
-    prctl, to_end = ctypes.CDLL(None).prctl, 1  # PR_SET_PDEATHSIG
-
-    def prepare() -> None:
-        prctl(to_end, signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
-
+    """Starts the command in a process group of its own, under guard.py. All of the group ends if this process
+    is killed, so that the next one finds no busy device and no journal that grows."""
     clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    guarded = [sys.executable, "-S", "-E", str(GUARD), str(os.getpid()), *command]
     return subprocess.Popen(
-        command, cwd=ROOT, env=clean | env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        preexec_fn=prepare,
-    )  # fmt: skip
+        guarded, cwd=ROOT, env=clean | env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:

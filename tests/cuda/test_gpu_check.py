@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -253,6 +254,61 @@ def rehearse_until(out: Path, part: int, reached: Callable[[], bool], more: floa
     time.sleep(more)
     process.kill()
     process.wait()
+
+
+STARTS = """
+import subprocess, sys, time
+sys.path.insert(0, {root!r})
+from benchmarks import processes
+below = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+processes.start([sys.executable, "-c", below], None)
+time.sleep(600)
+"""
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # there is no such process, or it went while it was read
+        return False
+
+
+def test_what_a_command_has_started_ends_if_gpu_check_is_killed() -> None:
+    """Such as the program under a sanitizer, which would hold the device."""
+    check = subprocess.Popen([sys.executable, "-c", STARTS.format(root=str(ROOT))], stdout=subprocess.PIPE)
+    assert check.stdout is not None
+    below = int(check.stdout.readline())
+    assert lives(below)
+    check.kill()
+    check.wait()
+    until = time.monotonic() + 60
+    while lives(below) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not lives(below)
+
+
+@pytest.mark.parametrize(
+    "body, status",
+    [("pass", 0), ("sys.exit(7)", 7), ("os.kill(os.getpid(), 6)", -6), ("os.kill(os.getpid(), 9)", -9)],
+)
+def test_a_command_under_the_guard_ends_as_without_it(body: str, status: int) -> None:
+    with open(os.devnull, "w") as out:
+        assert processes.start([sys.executable, "-c", "import os, sys; " + body], out).wait(60) == status
+
+
+def test_a_command_under_the_guard_can_be_interrupted(tmp_path: Path) -> None:
+    """Although a shell's background jobs, and what they start, ignore SIGINT."""
+    body = "import time\ntry:\n print(1, flush=True)\n time.sleep(600)\nexcept KeyboardInterrupt: print(2)"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with (tmp_path / "out").open("w+") as out:
+            process = processes.start([sys.executable, "-c", body], out)
+            while not (tmp_path / "out").read_text():
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0 and (tmp_path / "out").read_text().split() == ["1", "2"]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_journal_whose_last_line_was_cut(tmp_path: Path) -> None:
