@@ -603,10 +603,12 @@ struct block_entries {
 #endif
 
 /* The quads of parts first .. last that the decode has left: what is not finite of them is averaged in float64, payload by
- * payload. Rare, so it adds up all payloads again for each row, which takes no more registers than the decode has. */
+ * payload. Rare, so it adds up all payloads again for each row, which takes no more registers than the decode has, and is a call:
+ * in the kernel itself, or with its arguments by value, it would make the decode spill. Their addresses are those of the kernel's
+ * constants. */
 template <class Memory, class Entries>
-__device__ inline void sid_sparse_means(const sid_group &g, const payloads &p, const sid_vectors &vectors,
-                                        const Memory &own, uint64_t first, uint64_t last) {
+__device__ __noinline__ void sid_sparse_means(const sid_group &g, const payloads &p, const sid_vectors &vectors,
+                                              Memory own, uint64_t first, uint64_t last) {
     SID_DYNAMIC_SHARED(float4, memory);
     float4 *const mine = memory + sid_warp() * (SID_TILE / SID_QUAD) + sid_lane();
 #pragma unroll 1
@@ -655,7 +657,8 @@ __device__ inline void sid_sparse_means(const sid_group &g, const payloads &p, c
 
 template <class Memory, class Entries>
 __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
-    sid_decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own,
+    sid_decode_kernel(const __grid_constant__ sid_group g, const sid_scratch *scratch,
+                      const __grid_constant__ payloads p, const __grid_constant__ sid_vectors vectors, Memory own,
                       const sid_state *state) {
     sid_follow();
     SID_DYNAMIC_SHARED(float4, memory);
