@@ -106,6 +106,10 @@ def test_local_error_on_the_emulation() -> None:
     run(share=1, tests="tests/cuda/test_cuda_local_error.py")
 
 
+def test_local_steps_on_the_emulation() -> None:
+    run(share=1, tests="tests/cuda/test_cuda_local_steps.py")
+
+
 def test_nccl_on_the_emulation() -> None:
     run(share=1, tests="tests/native/test_nccl.py")
 
