@@ -43,7 +43,7 @@ def table(page: str, head: str) -> list[list[str]]:
 
 def signed(text: str) -> list[str]:
     """The numbers with a sign, and 0.0."""
-    return re.findall(r"(?<![\w.])[+-]\d+(?:\.\d+)?(?!\d)|(?<![\w.+-])0\.0(?= %)", text)
+    return re.findall(r"(?<![\w.])[+-]\d+(?:\.\d+)?(?!\d)|(?<![\w.+-])0\.0(?= %|, [+-]\d)", text)
 
 
 def rounds_to(quoted: str, figure: float) -> bool:
@@ -170,7 +170,7 @@ def test_the_goals_of_adamw() -> None:
             mean(over("adamw-lm-2", "local error, 1/200")),
             mean(over("adamw-gpt-2", "local error, 1/200")),
             *seeds_and_mean("adamw-lm-4", "local error, 1/50"),
-            *over("adamw-gpt-4", "local error, 1/50"),
+            *seeds_and_mean("adamw-gpt-4", "local error, 1/50"),
         ],
         ("1/1000", "AdamW inside, few exchanges"): [
             *seeds_and_mean("adamw-gpt-2-long", deadzone),

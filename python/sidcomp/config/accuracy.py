@@ -79,10 +79,10 @@ ADAPTIVE = (
         INT4,
         {
             ("GRU", 2): 0.1,
-            ("GRU", 4): 0.4,
+            ("GRU", 4): 0.3,
             ("GRU", 8): -0.2,
             ("transformer", 2): -0.7,
-            ("transformer", 4): 1.0,
+            ("transformer", 4): -2.1,
             ("transformer", 8): -2.1,
         },
         _ADAMW,
