@@ -31,8 +31,8 @@ def cases() -> list[tuple[str, str, dict[str, Any]]]:
         has = {p["name"]: p for p in parameters(codec["name"])}
         forms = FORMS if {"values", "indices"} <= has.keys() else [{}]
         if "bits" in has:
-            most = has["bits"]["max"]
-            forms = [{"bits": min(3, most / 2)}, {"bits": min(8, most)}]
+            least, most = has["bits"]["min"], has["bits"]["max"]
+            forms = [{"bits": max(least, min(3, most / 2))}, {"bits": min(8, most)}]
         if "norm" in has:
             forms = [
                 {"norm": v} for p in parameters(codec["name"]) if p["name"] == "norm" for v in p["choices"]
