@@ -216,6 +216,7 @@ WAYS = {  # of benchmarks/netlab/outer.py
     "`LocalError`, `deadzone` of 0.5 bits": "LocalError, deadzone",
     "DiLoCo, uncompressed": "DiLoCo",
     "Outer": "Outer",
+    "Outer, `delay=15`": "Outer, delay",
     'Outer, `preset("sparseloco")`': "Outer, preset sparseloco",
     "averaging": "averaging",
 }
@@ -242,7 +243,10 @@ def test_the_losses_of_what_users_get() -> None:
     ("head", "links"),
     [
         ("the GRU after 90 s", {"steps at 100 Mbit/s": "100mbit", "steps at 10 Mbit/s": "10mbit"}),
-        ("the transformer after 120 s", {"steps at 100 Mbit/s": "gpt-100mbit"}),
+        (
+            "the transformer after 120 s",
+            {"steps at 100 Mbit/s": "gpt-100mbit", "steps with 50 ms": "gpt-100mbit-50ms"},
+        ),
     ],
 )
 def test_the_losses_at_equal_time(head: str, links: dict[str, str]) -> None:
@@ -271,6 +275,13 @@ def test_the_sentences_at_equal_time() -> None:
         of = slow[f"DDP, every 1, {seconds} s"]
         assert int(steps) == of["steps"]
         check([quoted], [mean(of["loss"].values())], f"{seconds} s")
+    far = found("outer-time-gpt-100mbit-50ms")
+    below = re.search(r"its loss is (\d\.\d) % below the hook's", OUTER)
+    ours, hook = (
+        far[f"{way}, 120 s"]["loss"]["0"]
+        for way in ("LocalError, deadzone, every 16", "DDP, default topk, every 1")
+    )
+    assert below and rounds_to(below[1], 100 * (1 - ours / hook))
     below = re.search(r"Its loss is (\d+) % below the hook's", OUTER)
     ours, hook = (
         slow[f"{way}, 90 s"]["loss"]["0"] for way in ("Outer, every 30", "DDP, default topk, every 1")
