@@ -459,3 +459,21 @@ def test_the_instructions_of_an_element() -> None:
     for name, *cells in shown:
         now = [*cells[:3], *cells[4:7]]
         assert all(rounds_to(text, saved[name][c]) for text, c in zip(now, columns, strict=True)), name
+
+
+def test_what_codecs_compute() -> None:
+    """The times without memory traffic on the page are the saved ones."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "codec-cached.json").read_text())["rows"]
+    saved = {row["codec"]: row for row in rows}
+    labels = {
+        "`topk`, 1 %": "topk density=0.01",
+        "`topk`, 10 %": "topk density=0.1",
+        "`State()`": "topk density=0.084 values=log4 indices=packed",
+    }
+    head, *shown = table(page, "codec | encode, cached")
+    assert len(shown) == 14 and len(head) == 5
+    columns = [f"{what}, {where}" for what in ("encode", "decode") for where in ("cached", "25,600,000")]
+    for name, *cells in shown:
+        of = saved[labels.get(name, name.split("`")[1])]
+        assert all(rounds_to(text, of[c]) for text, c in zip(cells, columns, strict=True)), name

@@ -1,0 +1,118 @@
+"""What the codecs compute for an element, without memory traffic: vectors that stay in a core's caches.
+
+    python -m benchmarks.bench_cached --save
+
+Encode with a residual and decode of 8 ranks at two sizes that fit in the second-level cache, in turn. The
+difference over that of the sizes is what an element takes; the rest is what a call takes. Beside it: `R += G`
+(for decode: a write) at the same sizes, the same calls at a size that no cache holds, and how many
+instructions of bench_instructions.py the processor executes in a nanosecond. One thread.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sidcomp import _core
+
+from benchmarks import bench_codec
+from benchmarks.bench_instructions import all_rows, title
+from benchmarks.common import RESULTS, Timing, race, report
+
+SIZES = (16_384, 65_536)  # elements: gradients, acc and payloads of the larger one take less than 1 MB
+LARGE = 25_600_000
+
+
+def each(few: Timing, many: Timing) -> float:
+    """Nanoseconds of an element, of the fastest of each: what disturbs them is not the codec's."""
+    return (min(many.times) - min(few.times)) * 1e6 / (SIZES[1] - SIZES[0])
+
+
+def gradients_of(n: int, count: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.laplace(size=n).astype(np.float32) for _ in range(count)]
+
+
+class Job:
+    """Encode and decode of one codec at one size."""
+
+    def __init__(self, codec: str, settings: dict[str, Any], n: int, gradients: list[np.ndarray]) -> None:
+        rng = np.random.default_rng(1)
+        start = (20 * rng.laplace(size=n)).astype(np.float32)  # a residual that many steps have filled
+        memory = bench_codec.home(codec)
+        self.ours = bench_codec.Ours(codec, n, settings, gradients, start, memory)
+        for _ in range(bench_codec.WARMUP):
+            self.ours.encode()
+        self.out = np.zeros(n, np.float32)
+        self.decode = self.ours.decoder(self.out)
+        kept, given = torch.zeros(n), torch.from_numpy(gradients[0])
+        self.limit = lambda: kept.add_(given)
+        self.write = lambda: self.out.fill(0)
+
+
+def row(codec: str, settings: dict[str, Any], repeats: int, large: list[np.ndarray]) -> dict[str, Any]:
+    jobs = {n: Job(codec, settings, n, gradients_of(n, bench_codec.POOL)) for n in SIZES}
+    runs: dict[tuple[str, int], Callable[[], object]] = {}
+    for n, job in jobs.items():
+        runs |= {
+            ("encode", n): job.ours.encode, ("R += G", n): job.limit, ("decode", n): job.decode,
+            ("write", n): job.write,
+        }  # fmt: skip
+    took = race({f"{what} {n}": run for (what, n), run in runs.items()}, repeats)
+    big = Job(codec, settings, LARGE, large)
+    slow = race({"encode": big.ours.encode, "R += G": big.limit, "decode": big.decode, "write": big.write}, 9)
+    ns = {what: each(*(took[f"{what} {n}"] for n in SIZES)) for what in slow}
+    far = {what: min(t.times) * 1e6 / LARGE for what, t in slow.items()}
+    counted = instructions().get(title(codec, settings), {})
+    out: dict[str, Any] = {"codec": title(codec, settings)}
+    for what, beside in (("encode", "R += G"), ("decode", "write")):
+        steps = counted.get(f"{what}, {_core.isa_best()}")
+        out |= {
+            f"{what}, cached": ns[what],
+            f"{beside}, cached": ns[beside],
+            f"{what}, {LARGE:,}": far[what],
+            f"{beside}, {LARGE:,}": far[beside],
+            f"{what}: instructions a ns": steps / ns[what] if steps and ns[what] > 0 else "",
+        }
+    return out
+
+
+def instructions() -> dict[str, dict[str, Any]]:
+    path = RESULTS / "instructions.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {r["codec"]: r for r in rows}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_cached",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--repeats", type=int, default=401, help="timed runs of each (default 401)")
+    parser.add_argument("--only", nargs="+", default=[""], help="codecs whose names hold one of these")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/codec-cached.*")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    large = gradients_of(LARGE, bench_codec.POOL)
+    rows = [
+        row(codec, settings, args.repeats, large)
+        for codec, settings in all_rows()
+        if any(part in codec for part in args.only)
+    ]
+    report(
+        "codec-cached",
+        "What codecs compute for an element",
+        rows,
+        f"Nanoseconds of an element, one thread, float32, Laplace gradients, a filled residual. Cached: the "
+        f"difference between {SIZES[1]:,} and {SIZES[0]:,} elements (the fastest of {args.repeats} runs of "
+        f"each). The others: the fastest of 9. Decode: of {bench_codec.RANKS} ranks, or of one sum where "
+        "payloads are summed on the way. Instructions: those of instructions.md.",
+        RESULTS if args.save else None,
+    )
+
+
+if __name__ == "__main__":
+    main()
