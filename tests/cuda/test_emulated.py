@@ -106,6 +106,7 @@ def test_local_error_on_the_emulation() -> None:
     run(share=1, tests="tests/cuda/test_cuda_local_error.py")
 
 
+@pytest.mark.slow
 def test_local_steps_on_the_emulation() -> None:
     run(share=1, tests="tests/cuda/test_cuda_local_steps.py")
 
