@@ -9,7 +9,6 @@ instructions of bench_instructions.py the processor executes in a nanosecond. On
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from sidcomp import _core
 
 from benchmarks import bench_codec
-from benchmarks.bench_instructions import all_rows, title
+from benchmarks.bench_instructions import all_rows, kept, title
 from benchmarks.common import RESULTS, Timing, race, report
 
 SIZES = (16_384, 65_536)  # elements: gradients, acc and payloads of the larger one take less than 1 MB
@@ -28,11 +27,6 @@ LARGE = 25_600_000
 def each(few: Timing, many: Timing) -> float:
     """Nanoseconds of an element, of the fastest of each: what disturbs them is not the codec's."""
     return (min(many.times) - min(few.times)) * 1e6 / (SIZES[1] - SIZES[0])
-
-
-def gradients_of(n: int, count: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.laplace(size=n).astype(np.float32) for _ in range(count)]
 
 
 class Job:
@@ -47,13 +41,13 @@ class Job:
             self.ours.encode()
         self.out = np.zeros(n, np.float32)
         self.decode = self.ours.decoder(self.out)
-        kept, given = torch.zeros(n), torch.from_numpy(gradients[0])
-        self.limit = lambda: kept.add_(given)
+        residual, given = torch.zeros(n), torch.from_numpy(gradients[0])
+        self.limit = lambda: residual.add_(given)
         self.write = lambda: self.out.fill(0)
 
 
 def row(codec: str, settings: dict[str, Any], repeats: int, large: list[np.ndarray]) -> dict[str, Any]:
-    jobs = {n: Job(codec, settings, n, gradients_of(n, bench_codec.POOL)) for n in SIZES}
+    jobs = {n: Job(codec, settings, n, bench_codec.gradients_of("laplace", n)) for n in SIZES}
     runs: dict[tuple[str, int], Callable[[], object]] = {}
     for n, job in jobs.items():
         runs |= {
@@ -65,7 +59,7 @@ def row(codec: str, settings: dict[str, Any], repeats: int, large: list[np.ndarr
     slow = race({"encode": big.ours.encode, "R += G": big.limit, "decode": big.decode, "write": big.write}, 9)
     ns = {what: each(*(took[f"{what} {n}"] for n in SIZES)) for what in slow}
     far = {what: min(t.times) * 1e6 / LARGE for what, t in slow.items()}
-    counted = instructions().get(title(codec, settings), {})
+    counted = kept().get(title(codec, settings), {})
     out: dict[str, Any] = {"codec": title(codec, settings)}
     for what, beside in (("encode", "R += G"), ("decode", "write")):
         steps = counted.get(f"{what}, {_core.isa_best()}")
@@ -79,12 +73,6 @@ def row(codec: str, settings: dict[str, Any], repeats: int, large: list[np.ndarr
     return out
 
 
-def instructions() -> dict[str, dict[str, Any]]:
-    path = RESULTS / "instructions.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return {r["codec"]: r for r in rows}
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.bench_cached",
@@ -96,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/codec-cached.*")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    large = gradients_of(LARGE, bench_codec.POOL)
+    large = bench_codec.gradients_of("laplace", LARGE)
     rows = [
         row(codec, settings, args.repeats, large)
         for codec, settings in all_rows()

@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
-TO_TERM = 1  # PR_SET_PDEATHSIG
+PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -22,11 +22,11 @@ def main() -> int:
         os.killpg(0, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, kill)
-    ctypes.CDLL(None).prctl(TO_TERM, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it has ended before
         return 1
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until there is somebody to pass it on to
-    child = subprocess.Popen(command, preexec_fn=lambda: _default())
+    child = subprocess.Popen(command, preexec_fn=_default)
     signal.signal(signal.SIGINT, lambda *_: child.send_signal(signal.SIGINT))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     status = child.wait()

@@ -61,7 +61,8 @@ sid_status sid_nccl_messages(sid_nccl_comm *c, void *wire, const sid_message *se
                              const sid_message *receives, uint32_t n_receives, void *stream, sid_error *err);
 
 /* Enqueues a group's step: encode, all-gather or all-reduce (one a reduction), and decode to the mean over the ranks; or the
- * exchange's advances and messages in turn; or, for a group with in_place, the average alone. Then sid_cuda_show, with the low bits of step + 1 as the mark. */
+ * exchange's advances and messages in turn; or, for a group with in_place, the average alone. Then sid_cuda_show, with the low
+ * bits of step + 1 as the mark. */
 sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *step, void *stream, sid_error *err);
 
 #ifdef __cplusplus

@@ -104,20 +104,9 @@ def in_any_order(rank: int, settings: dict[str, Any], how: dict[str, Any], bad: 
     """Kernels are deferred, and so is torch's work on the current stream."""
     import ordered
 
-    class Future(torch.futures.Future):  # type: ignore[type-arg]
-        def wait(self) -> Any:
-            done = super().wait()
-            ordered.Stream.current.wait_stream(executor.side)  # as a future of a device
-            return done
-
-    class Executor(ordered.OrderedExecutor):
-        def future(self) -> Any:
-            self._follow()
-            return Future()
-
     with ordered.Torch() as torchs:
         state = sidcomp.State(**settings)
-        executor = ordered.emulate(state, torchs, Executor)
+        ordered.emulate(state, torchs, ordered.WithoutDdp)
         out = steps_of(rank, state, how, bad)
         state.close()
     return out

@@ -119,24 +119,10 @@ def in_any_order(
     """Kernels are deferred, and so is torch's work on the current stream."""
     import ordered
 
-    class Future(torch.futures.Future):  # type: ignore[type-arg]
-        def wait(self) -> Any:
-            done = super().wait()
-            ordered.Stream.current.wait_stream(executor.side)  # as a future of a device
-            return done
-
-    class Executor(ordered.OrderedExecutor):
-        def future(self) -> Any:
-            self._follow()
-            return Future()
-
-    def emulate(state: sidcomp.State) -> None:
-        nonlocal executor
-        executor = ordered.emulate(state, torchs, Executor)
-
-    executor: Any = None
     with ordered.Torch() as torchs:
-        training = Training(rank, kind, settings, how, emulate)
+        training = Training(
+            rank, kind, settings, how, lambda state: ordered.emulate(state, torchs, ordered.WithoutDdp)
+        )
         out = training.steps(0, STEPS, bad)
         training.local.state.close()
     return out

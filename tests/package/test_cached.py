@@ -29,8 +29,8 @@ def test_a_row(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = {
         bench.title(codec, settings): {f"{w}, {bench._core.isa_best()}": 3.0 for w in ("encode", "decode")}
     }
-    monkeypatch.setattr(bench, "instructions", lambda: saved)
-    found = bench.row(codec, settings, 5, bench.gradients_of(20_000, bench.bench_codec.POOL))
+    monkeypatch.setattr(bench, "kept", lambda: saved)
+    found = bench.row(codec, settings, 5, bench.bench_codec.gradients_of("laplace", 20_000))
     assert found.pop("codec") == bench.title(codec, settings)
     assert len(found) == 10
     for what in ("encode", "decode"):

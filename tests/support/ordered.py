@@ -216,6 +216,22 @@ class OrderedExecutor(CudaExecutor):
         self._tables.append(self._kept_table)
 
 
+class WithoutDdp(OrderedExecutor):
+    """For LocalError and LocalSteps, which wait for the futures themselves, after no backward()."""
+
+    def future(self) -> torch.futures.Future[torch.Tensor]:
+        self._follow()
+        executor = self
+
+        class Future(torch.futures.Future):  # type: ignore[type-arg]
+            def wait(self) -> Any:
+                done = super().wait()
+                Stream.current.wait_stream(executor.side)  # as a future of a device
+                return done
+
+        return Future()
+
+
 def emulate(
     state: sidcomp.State, torchs: Torch, kind: type[OrderedExecutor] = OrderedExecutor
 ) -> OrderedExecutor:

@@ -124,8 +124,8 @@ def make_layout(
         choice.warn(exchange.world)
     # A reduction in place does not report NaN, on which the residual and random numbers of other groups
     # depend.
-    careless = not any(plan.vectors or not plan.lossless for plan in plans)
-    direct = careless and executor.in_place(settings, exchange)
+    nobody_asks = not any(plan.vectors or not plan.lossless for plan in plans)
+    direct = nobody_asks and executor.in_place(settings, exchange)
     groups = [
         Group(i, spec, buckets, plan, direct) for i, (spec, plan) in enumerate(zip(specs, plans, strict=True))
     ]
