@@ -928,21 +928,33 @@ class ProcessGroup(dist.ProcessGroup):
             return  # it has said that it gives up
         self._passes += 1
         self.programs = [p for p in self.programs if p.known or p.last > self._passes - _MEMORY]
-        alike = [p for p in self.programs if not p.known and p.calls == self._calls]
+        alike = [p for p in self.programs if p.calls == self._calls and not (p.known and p.fixed)]
+        alike.sort(key=lambda p: not p.known)
         likeness = self._agreed([p.likeness(self._places) for p in alike], self._calls[0].device)
         best = max(likeness, default=Likeness.OTHER)
         if best is Likeness.OTHER:
             self.programs.append(Program(self._calls, self._places, self._passes))
         else:
-            found = alike[likeness.index(best)]
-            found.places, found.fixed = self._places, best is Likeness.SAME
-            self._scattered = found.learn(self.configuration, self, self._scattered)
+            self._came_again(alike, likeness, best)
         if self._passes == _PATIENCE and not any(p.known for p in self.programs):
             self._warn(
                 "nothing",
                 f"has compressed nothing in {_PATIENCE} backward passes, because no two of them had the same "
                 "all-reduces, and gives up: sidcomp.register or sidcomp.fsdp.compress know the model",
             )
+
+    def _came_again(self, alike: list[Program], likeness: list[Likeness], best: Likeness) -> None:
+        """Learns from a pass that had the calls of earlier ones. alike: their programs, the known ones first;
+        best: the greatest likeness."""
+        found = alike[likeness.index(best)]
+        found.places, found.last, found.fixed = self._places, self._passes, best is Likeness.SAME
+        if not found.known and (found.fixed or not alike[0].known):
+            self._scattered = found.learn(self.configuration, self, self._scattered)
+        # Two programs with the same calls, neither of them fixed, can never be told apart. They are one if no
+        # tensor of either is left: an exchange may let go of a tensor only after the next pass has begun.
+        if not found.fixed:
+            moved = [p for p, like in zip(alike, likeness, strict=True) if like is Likeness.MOVED]
+            self.programs = [p for p in self.programs if p is found or p not in moved]
 
     def _agreed(self, mine: list[Likeness], device: torch.device) -> list[Likeness]:
         """The least that any rank says. One rank may have freed a tensor that another one still has."""
