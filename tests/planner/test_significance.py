@@ -20,12 +20,13 @@ def run(
     drift: float = 0.0,
     bursts: float = 0.0,
     first: Sizes = EVEN,
+    worth: float = 1.0,
 ) -> tuple[bool, int]:
     """Pairs until the decision; steps of 100 ms with relative noise, and a machine that gets slower. bursts:
     how often one begins in which 3 to 11 steps take 30 % longer, a step. first: steps of both windows of the
     first two pairs."""
     pairs, at, slow = [], 1.0, 0
-    while (said := is_faster(pairs)) is None:
+    while (said := is_faster(pairs, worth)) is None:
         windows = {}
         for which in ((True, False), (False, True))[len(pairs) % 2]:
             base = 1e8 * at * (speed if which else 1.0)
@@ -112,6 +113,21 @@ def test_what_is_plain_needs_two_pairs_and_never_more_than_ten() -> None:
         assert {run(rng, 0.3, 0.1, first=first) for _ in range(100)} == {(True, 2)}
         assert {run(rng, 3.0, 0.1, first=first) for _ in range(100)} == {(False, 2)}
     assert max(run(rng, 1.0, 0.05)[1] for _ in range(1000)) <= PAIRS
+
+
+def test_a_small_gain_is_not_worth_more_than_five_pairs() -> None:
+    """Less than 3 %, in noise that hides it; what is plainly faster is found as without the limit."""
+
+    def both(speed: float, noise: float, worth: float) -> tuple[float, float]:
+        rng = random.Random(7)
+        runs = [run(rng, speed, noise, worth=worth) for _ in range(400)]
+        return sum(won for won, _ in runs) / 400, sum(pairs for _, pairs in runs) / 400
+
+    assert both(0.99, 0.05, 0.97)[1] < both(0.99, 0.05, 1.0)[1] - 1
+    assert both(0.9, 0.05, 0.97)[0] > 0.95 and both(0.95, 0.02, 0.97)[0] > 0.95
+    for tried, said in ((970, False), (940, None)):
+        pairs = [*[([tried] * STEPS, [1000] * STEPS)] * 4, ([1010] * STEPS, [1000] * STEPS)]
+        assert is_faster(pairs) is None and is_faster(pairs, 0.97) is said
 
 
 def test_a_gain_below_the_margin_is_not_worth_a_switch() -> None:

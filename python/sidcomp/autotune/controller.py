@@ -27,7 +27,7 @@ from sidcomp.config.settings import PLAIN, Settings
 from sidcomp.planner import mergecomp
 from sidcomp.planner.fusion import VERSION, evaluate, plan, plan_hash
 from sidcomp.planner.profile import Profile
-from sidcomp.planner.significance import MARGIN, Pair, gain, is_faster
+from sidcomp.planner.significance import FUTILE, MARGIN, Pair, gain, is_faster
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint import Resume, candidate_of
 from sidcomp.runtime.engine import Engine, Model
@@ -49,7 +49,9 @@ _WINDOW = 4  # timed steps of a window
 # Timed steps of the faster and of the slower one in the first two pairs, where one is expected to take _LONG
 # times as long as the other. Two such pairs decide if no steps overlap: by chance 1 time in 45^2.
 _UNEVEN = 8, 2
-_BETTER = 0.97  # share of the time of a plan that has won, below which another one is tried
+# Share of the time of a plan that has won, below which another one is tried. Also the share of the time of
+# the one to beat, below which a plan not yet known to be faster gets more than FUTILE pairs of windows.
+_BETTER = 0.97
 _CHECK_EVERY = 50  # steps between two checks of the step time
 _DRIFT = 1.25  # steps this many times as slow, twice in a row, mean that something has changed
 _FASTER = 1.1  # as do steps this many times as fast: a faster link helps plain DDP more
@@ -529,14 +531,17 @@ class Controller:
         r = self.report
         best, to_beat = self.base, self._baseline_of(model)
         why = "no plan was predicted to be faster"
+        lost: list[Regime] = []
+        measured = 0  # pairs of windows
         for attempt in range(3):
+            if measured >= FUTILE:  # the search has taken some 60 steps
+                break
             # The model is not exact, so a plan that it predicts to be a little slower is tried once. Beside a
             # plan that has won, only one is worth its windows that is predicted to be clearly faster.
             least = 1.1 if not attempt else MARGIN if best == self.base else _BETTER
             found = self._choose(model, int(to_beat * least), best)
-            if found is None:
+            if found is None or (regime := self._regime(found)) in lost:
                 break
-            regime = self._regime(found)
             r.stage = "verifying"
             self._say(
                 f"verifying plan {plan_hash(found)[:8]}: {len(found['ends'])} groups, predicted "
@@ -545,7 +550,8 @@ class Controller:
             )
             e = yield from self._verify(model, found, best, found["time_ps"] / to_beat)
             pairs = e["pairs"]
-            won = bool(is_faster(pairs))
+            measured += len(pairs)
+            won = bool(is_faster(pairs, _BETTER))
             tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
             said = f"{gain(pairs):.3f} of the time of {self._called(best)} in {len(pairs)} pairs of windows"
             r.tried.append(
@@ -564,8 +570,10 @@ class Controller:
             if won:
                 best, to_beat, why = regime, tried, said
                 self._keep(model, found, tried)
-            elif best == self.base:
-                why = f"the plan took {said}"
+            else:
+                lost.append(regime)
+                if best == self.base:
+                    why = f"the plan took {said}"
             model = measurement.refit(model, found, e["took"], tried)
         return best, why
 
@@ -594,7 +602,7 @@ class Controller:
                 e["rows"].append(measurement.took(model, found, it.observed))
 
         if not e["done"]:
-            yield from self._turns(regime, other, e["pairs"], expected, note)
+            yield from self._turns(regime, other, e["pairs"], expected, note, _BETTER)
             rows = [row for row in e["rows"] if len(row) == width]
             e["took"] = self._agree([int(median(c)) for c in zip(*rows, strict=True)]) if rows else []
             e["rows"], e["done"] = [], True
@@ -607,11 +615,13 @@ class Controller:
         pairs: list[Pair],
         expected: float = 1.0,
         note: Callable[[Iteration], None] | None = None,
+        worth: float = 1.0,
     ) -> Script:
         """Adds pairs of windows of two regimes until they decide. A pair counts only if both of its windows
         were measured one after the other: a pair that a checkpoint interrupted is measured again. expected:
-        the time of a step of the first regime over one of the second; the same on all ranks."""
-        while is_faster(pairs) is None:
+        the time of a step of the first regime over one of the second; the same on all ranks. worth: as of
+        `is_faster`."""
+        while is_faster(pairs, worth) is None:
             size = dict.fromkeys((True, False), _WINDOW)
             if len(pairs) < 2 and not 1 / _LONG < expected < _LONG:
                 size[expected < 1], size[expected > 1] = _UNEVEN

@@ -13,7 +13,7 @@ PAIRS = 10  # after these a difference that is not significant counts as noise
 _LEVEL = 0.012  # significance level of the signed-rank test over pairs
 # Of the test over steps. It is stricter, because the steps of a window are disturbed together.
 _LEVEL_OF_STEPS = 0.0005
-_FUTILE = 5  # after so many pairs a plan that is no faster is given up
+FUTILE = 5  # after so many pairs a plan that is no faster is given up
 
 
 def ratios(pairs: Sequence[Pair]) -> list[float]:
@@ -27,15 +27,17 @@ def gain(pairs: Sequence[Pair]) -> float:
     return exp(middle)
 
 
-def is_faster(pairs: Sequence[Pair]) -> bool | None:
+def is_faster(pairs: Sequence[Pair], worth: float = 1.0) -> bool | None:
     """True: the tried plan is faster. False: it is not. None: measure another pair.
+
+    worth: the share of the other plan's time up to which the tried one is worth more than FUTILE pairs.
 
     Two tests decide, whichever is sooner. One compares steps: in all pairs the same plan has the lower
     median, and the Mann-Whitney statistic of the steps, summed over the pairs, would be so large by chance in
     0.05 % of cases. Two pairs suffice if hardly any step of one plan is slower than one of the other. The
     other test compares pairs: Wilcoxon's signed-rank test, at 1.2 %. A plan must also have a median gain of
-    MARGIN. After _FUTILE pairs a plan that is no faster is given up; undecided after PAIRS pairs means noise:
-    False.
+    MARGIN. After FUTILE pairs a plan that takes `worth` or more is given up; undecided after PAIRS pairs
+    means noise: False.
     """
     n = len(pairs)
     if n < 2:
@@ -49,7 +51,7 @@ def is_faster(pairs: Sequence[Pair]) -> bool | None:
         return True
     if _by_chance([-x for x in logs]) <= _LEVEL or n >= PAIRS:
         return False
-    return False if n >= _FUTILE and gain(pairs) >= 1 else None
+    return False if n >= FUTILE and gain(pairs) >= worth else None
 
 
 def _steps_by_chance(pairs: Sequence[Pair]) -> float:
