@@ -4,6 +4,7 @@ where a test says so, by a clock that only the test moves: what is decided does 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -496,6 +497,20 @@ def test_all_ranks_go_by_the_slowest() -> None:
     check(b)
     assert a["compute_ps"] == b["compute_ps"] > 10e9, "the slow rank's 10 ms are not in the ceiling"
     assert [g["names"] for g in a["groups"]] == [g["names"] for g in b["groups"]]
+
+
+def in_turn(rank: int, world: int, late: float) -> int:
+    """What a step of plain DDP takes. late: in every other step a rank begins so much later."""
+    with Training(rank, slow=SLOW_DENSE, candidates=["topk"]) as t:
+        late_now = itertools.cycle((rank, 1 - rank))
+        t.ddp.module.register_forward_pre_hook(lambda *_: clock.take(late * next(late_now)))
+        return int(t.until_it_settles()["dense_ps"])
+
+
+def test_a_step_takes_as_long_as_it_does_on_average_over_the_ranks() -> None:
+    """Each step is late by 10 ms on one rank or the other, which is 10 ms for two steps."""
+    (plain, *_), (late, *_) = (run(in_turn, 2, late) for late in (0.0, 0.01))
+    assert late - plain == pytest.approx(5e9, rel=0.02)
 
 
 def drifting(rank: int, world: int) -> dict[str, Any]:

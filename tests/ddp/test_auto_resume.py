@@ -138,6 +138,15 @@ def test_a_run_that_is_always_cut_short_finds_its_plan() -> None:
         assert candidates(r) == {"topk"}
 
 
+def test_pairs_that_were_given_up_are_enough_in_a_checkpoint() -> None:
+    """Five of which the plan won four, by 2 %: too little to go on with."""
+    pairs = [*[[[980] * 4, [1000] * 4]] * 4, [[1010] * 4, [1000] * 4]]
+    entry = {"kind": "pairs", "of": "a plan", "done": True, "pairs": pairs, "rows": [], "took": []}
+    journal.entries([entry], "journal")
+    with pytest.raises(sidcomp.CheckpointError, match="enough pairs to decide"):
+        journal.entries([{**entry, "pairs": pairs[1:]}], "journal")
+
+
 # ---- ranks with different checkpoints, other machines
 # ------------------------------------------------------------------------------------------------
 

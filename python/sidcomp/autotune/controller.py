@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
+from operator import add
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
@@ -27,7 +28,7 @@ from sidcomp.config.settings import PLAIN, Settings
 from sidcomp.planner import mergecomp
 from sidcomp.planner.fusion import VERSION, evaluate, plan, plan_hash
 from sidcomp.planner.profile import Profile
-from sidcomp.planner.significance import FUTILE, MARGIN, Pair, gain, is_faster
+from sidcomp.planner.significance import FUTILE, MARGIN, WORTH, Pair, gain, is_faster
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint import Resume, candidate_of
 from sidcomp.runtime.engine import Engine, Model
@@ -49,9 +50,7 @@ _WINDOW = 4  # timed steps of a window
 # Timed steps of the faster and of the slower one in the first two pairs, where one is expected to take _LONG
 # times as long as the other. Two such pairs decide if no steps overlap: by chance 1 time in 45^2.
 _UNEVEN = 8, 2
-# Share of the time of a plan that has won, below which another one is tried. Also the share of the time of
-# the one to beat, below which a plan not yet known to be faster gets more than FUTILE pairs of windows.
-_BETTER = 0.97
+_BETTER = 0.97  # share of the time of a plan that has won, below which another one is tried
 _CHECK_EVERY = 50  # steps between two checks of the step time
 _DRIFT = 1.25  # steps this many times as slow, twice in a row, mean that something has changed
 _FASTER = 1.1  # as do steps this many times as fast: a faster link helps plain DDP more
@@ -124,8 +123,8 @@ class Report:
 
 @dataclass
 class Watch:
-    """What the controller observes of a plan that it keeps. Times are ns, those of the slowest rank; `times`
-    are this rank's own."""
+    """What the controller observes of a plan that it keeps. Times are ns, means over the ranks; `times` are
+    this rank's own."""
 
     reference: int = 0  # step time; 0: the next check sets it
     calm: int = 0  # the reference before the last comparison
@@ -414,21 +413,30 @@ class Controller:
             if it.clean:
                 times.append(it.interval)
         before = self.report.measured_ps
-        self._keep(costs, found, int(1000 * median(self._agree(times))))
+        self._keep(costs, found, int(1000 * median(self._agree_on_steps(times))))
         share = self.report.measured_ps / before
         self._watched = self._fresh_watch()
         yield from self._settled(regime, f"with DDP's buckets as groups: {share:.2f} of the time before")
 
     # ---- agreeing ------------------------------------------------------------------------------------------
 
-    def _agree(self, values: list[int]) -> list[int]:
-        """The maximum of each value over the ranks."""
+    def _of_ranks(self, values: list[int]) -> list[tuple[int, ...]]:
+        """What all ranks pass: for each value, those of the ranks."""
         assert self._p is not None and self._p.exchange is not None
         exchange = self._p.exchange
         packed = struct.pack(f"<{len(values)}q", *values)
         rows = [struct.unpack(f"<{len(values)}q", b) for b in exchange.gather_bytes(packed)]
         self._p.count_control(exchange.world * len(packed))
-        return [max(column) for column in zip(*rows, strict=True)]
+        return list(zip(*rows, strict=True))
+
+    def _agree(self, values: list[int]) -> list[int]:
+        """The maximum of each value over the ranks."""
+        return [max(column) for column in self._of_ranks(values)]
+
+    def _agree_on_steps(self, times: list[int]) -> list[int]:
+        """The mean of each time over the ranks. In every step all ranks wait for the slowest one, so their
+        times differ only by when they begin; the maximum would count that as time."""
+        return [sum(column) // len(column) for column in self._of_ranks(times)]
 
     def _say(self, text: str, *, stage: bool = False) -> None:
         """Logs a line, and shows it on a terminal. stage: a stage of the search begins; the first lines of
@@ -497,7 +505,7 @@ class Controller:
         return entry
 
     def _timed(self, of: str, regime: Regime, n: int) -> Times:
-        """The times of n steps on the slowest rank. Steps in which groups changed do not count."""
+        """The times of n steps, means over the ranks. Steps in which groups changed do not count."""
         e = self._next("times", of)
         while not e["done"]:
             if len(e["times"]) < n:
@@ -505,7 +513,7 @@ class Controller:
                 if it.clean:
                     e["times"].append(it.interval)
             else:
-                e["times"], e["done"] = self._agree(e["times"]), True
+                e["times"], e["done"] = self._agree_on_steps(e["times"]), True
         times: list[int] = e["times"]
         return times
 
@@ -551,7 +559,7 @@ class Controller:
             e = yield from self._verify(model, found, best, found["time_ps"] / to_beat)
             pairs = e["pairs"]
             measured += len(pairs)
-            won = bool(is_faster(pairs, _BETTER))
+            won = bool(is_faster(pairs, WORTH))
             tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
             said = f"{gain(pairs):.3f} of the time of {self._called(best)} in {len(pairs)} pairs of windows"
             r.tried.append(
@@ -602,7 +610,7 @@ class Controller:
                 e["rows"].append(measurement.took(model, found, it.observed))
 
         if not e["done"]:
-            yield from self._turns(regime, other, e["pairs"], expected, note, _BETTER)
+            yield from self._turns(regime, other, e["pairs"], expected, note, WORTH)
             rows = [row for row in e["rows"] if len(row) == width]
             e["took"] = self._agree([int(median(c)) for c in zip(*rows, strict=True)]) if rows else []
             e["rows"], e["done"] = [], True
@@ -635,7 +643,7 @@ class Controller:
                         if which and note is not None:
                             note(it)
                 windows[which] = times
-            both = self._agree(windows[True] + windows[False])
+            both = self._agree_on_steps(windows[True] + windows[False])
             pairs.append([both[: size[True]], both[size[True] :]])
 
     def _mergecomp(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
@@ -760,7 +768,7 @@ class Controller:
                 w.times.append(it.interval)
             if len(w.times) < _CHECK_EVERY:
                 continue
-            now, w.times = int(median(self._agree(w.times))), []
+            now, w.times = int(median(self._agree_on_steps(w.times))), []
             then = w.reference = w.reference or now
             moved = now > _DRIFT * then or (not plain and _FASTER * now < then)
             if moved and w.calm <= _FASTER * now and now <= _DRIFT * w.calm:
@@ -842,13 +850,16 @@ class Controller:
                 return self._note_profile(of, given)
             self._say(f"the profile that was given does not fit ({reason}): measuring again")
         turns = yield from self._dense_and_alone(of)
-        dense = int(median(self._agree([t["dense"] for t in turns])))
+        dense = int(median(self._agree_on_steps([t["dense"] for t in turns])))
+        # The rank that is last waits least, and its computing takes what is left of the step.
+        alone = self._agree_on_steps([measurement.whole(t) for t in turns])
+        sooner = self._agree([-measurement.waited(t) for t in turns])
+        compute = max(1, min(dense, int(median(map(add, alone, sooner)))))
         self._say("measuring codecs and exchanges", stage=True)
-        compute = max(1, int(median(t["compute"] for t in turns)))
-        budget = max(0.5, _PROBE_SHARE * 1000 * (min(compute, dense) * dense) ** 0.5 * 1e-9)
+        budget = max(0.5, _PROBE_SHARE * 1000 * (compute * dense) ** 0.5 * 1e-9)
         assert self._p is not None
         found = measurement.profile(
-            self._p, self.settings, turns, dense, budget, self._agree,
+            self._p, self.settings, turns, dense, compute, budget, self._agree,
             (lambda what, share: _show(f"measuring {what}, {share:.0%}")) if self._first() else None,
         )  # fmt: skip
         return self._note_profile(of, found)

@@ -13,7 +13,7 @@ from sidcomp.config.grouping import DENSE
 from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.planner.fusion import VERSION
 from sidcomp.planner.profile import Profile
-from sidcomp.planner.significance import is_faster
+from sidcomp.planner.significance import WORTH, is_faster
 from sidcomp.runtime.plain_data import (
     Check,
     count,
@@ -34,8 +34,8 @@ Entry = dict[str, Any]
 # What an entry holds besides "kind", "of" (what was measured) and "done" (whether it is complete).
 #   turns    about the buckets: see measurement.turn; this rank's own
 #   profile  about the buckets: the whole profile, in place of the turns
-#   times    about groups: step times in ns; this rank's own until done, then those of the slowest rank
-#   pairs    about a plan: pairs of windows in ns, of the slowest rank; rows: see measurement.took, this
+#   times    about groups: step times in ns; this rank's own until done, then means over the ranks
+#   pairs    about a plan: pairs of windows in ns, means over the ranks; rows: see measurement.took, this
 #            rank's own; took: their medians on the slowest rank, once done
 _EMPTY: dict[str, dict[str, Any]] = {
     "turns": {"turns": []},
@@ -135,7 +135,7 @@ def entries(value: object, where: str) -> None:
             widths = {len(row) for row in (*e["rows"], *([e["took"]] if e["took"] else []))}
             if len(widths) > 1:
                 raise wrong(f"{where}[{i}]['rows']", e["rows"], "rows of the same length")
-            if e["done"] and is_faster(e["pairs"]) is None:
+            if e["done"] and is_faster(e["pairs"], WORTH) is None:
                 raise wrong(f"{where}[{i}]['pairs']", e["pairs"], "enough pairs to decide")
         if i + 1 < len(value) and not e["done"]:
             raise wrong(f"{where}[{i}]['done']", False, "True, as in all entries but the last")

@@ -14,6 +14,9 @@ _LEVEL = 0.012  # significance level of the signed-rank test over pairs
 # Of the test over steps. It is stricter, because the steps of a window are disturbed together.
 _LEVEL_OF_STEPS = 0.0005
 FUTILE = 5  # after so many pairs a plan that is no faster is given up
+# Of the search: the share of the time of the one to beat, above which a plan that is not yet known to be
+# faster is not worth more pairs than these.
+WORTH = 0.97
 
 
 def ratios(pairs: Sequence[Pair]) -> list[float]:
