@@ -69,8 +69,21 @@ def overview(cells: list[Cell]) -> list[dict[str, Any]]:
         row["regret of ours"] = f"{took[OURS] / took[best] - 1:.1%}" if OURS in took else ""
         row["by halves"] = f"{fair_regret(cell['result']):+.1%}" if OURS in took else ""
         row["speed / plain DDP"] = f"{took['dense'] / took[OURS]:.2f}" if {OURS, "dense"} <= set(took) else ""
+        if (plan := search_of(cell)) is not None:
+            row["search"] = f"{plan['finding_steps']} steps, {search_cost(plan, took[OURS]):.1%}"
         out.append(row)
     return out
+
+
+def search_of(cell: Cell) -> dict[str, Any] | None:
+    """What our hook says about its search."""
+    return next((run["plan"] for run in cell["result"]["runs"] if run["name"] == OURS and run["plan"]), None)
+
+
+def search_cost(plan: dict[str, Any], ms: float) -> float:
+    """The share of the first thousand steps' time by which the search prolonged them."""
+    seconds = float(plan["finding_seconds"])
+    return seconds / (seconds + ms)  # a thousand steps of ms milliseconds take ms seconds
 
 
 def details(cells: list[Cell]) -> list[dict[str, Any]]:
@@ -103,7 +116,7 @@ def details(cells: list[Cell]) -> list[dict[str, Any]]:
 
 def said(cells: list[Cell]) -> str:
     """The figures that the tables are for."""
-    regrets, fair, against, errors, finding = [], [], [], [], []
+    regrets, fair, against, errors, finding, costs, steps = [], [], [], [], [], [], []
     for cell in cells:
         took = medians(cell["result"])
         if OURS in took:
@@ -115,6 +128,8 @@ def said(cells: list[Cell]) -> str:
                 errors.append(abs(run["predicted_ps"] / 1e9 / took[run["name"]] - 1))
             if run["name"] == OURS and run["plan"]:
                 finding.append(run["plan"]["finding_seconds"])
+                costs.append(search_cost(run["plan"], took[OURS]))
+                steps.append(run["plan"]["finding_steps"])
     lines = [f"{len(cells)} cells."]
     if regrets:
         lines.append(
@@ -134,7 +149,9 @@ def said(cells: list[Cell]) -> str:
         )
     if finding:
         lines.append(
-            f"Finding out cost {statistics.median(finding):.1f} s (median), {max(finding):.1f} s at most."
+            f"Finding out cost {statistics.median(finding):.1f} s (median), {max(finding):.1f} s at most; "
+            f"{statistics.median(steps):g} steps (median), {max(steps)} at most; of the first thousand steps "
+            f"{statistics.median(costs):.1%} (median) of the time, {max(costs):.1%} at most."
         )
     return " ".join(lines)
 
@@ -153,7 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--minutes", type=float, default=float("inf"), help="start no cell after so many minutes")
     add("--cells", type=Path, default=Path("build/plan-real.json"), help="kept there (default %(default)s)")
     add("--again", action="store_true", help="measure cells that are there already")
-    add("--save", action="store_true", help="write benchmarks/results/plan-real{,-hooks}.{md,json}")
+    add("--save", action="store_true", help="write benchmarks/results/NAME{,-hooks}.{md,json}")
+    add("--name", default="plan-real", help="of the tables (default %(default)s)")
     args = parser.parse_args(argv)
     try:
         wanted = [
@@ -189,16 +207,17 @@ def main(argv: list[str] | None = None) -> int:
         print("nothing was measured", file=sys.stderr)
         return 1
     shaped = {cell["emulation"] for cell in cells}
+    alone = "" if len(plans(cells[0]["result"])) > 2 else " The plans timed are plain DDP and auto's alone."
     note = (
         f"ms a step, median of {args.blocks * (args.steps - 1)} steps in {args.blocks} turns; all hooks of a "
         "row in the same processes, one thread a rank. The ceiling: no communication. @0: each tensor is one "
         "of DDP's buckets. Bytes: by the kernel, the most of any rank. Loss: of all ranks, over five steps; "
         "auto, mergecomp and cupcake take their first steps dense, to measure. "
-        f"Network: {', '.join(sorted(shaped))} (benchmarks/netlab). {said(cells)}"
+        f"Network: {', '.join(sorted(shaped))} (benchmarks/netlab).{alone} {said(cells)}"
     )
     out = RESULTS if args.save else None
-    report("plan-real-hooks", "Every hook over real links", details(cells), note, out)
-    report("plan-real", "Plans over real links", overview(cells), note, out)
+    report(f"{args.name}-hooks", "Every hook over real links", details(cells), note, out)
+    report(args.name, "Plans over real links", overview(cells), note, out)
     if kept.failed:
         print(f"failed: {'; '.join(kept.failed)}", file=sys.stderr)
     return 1 if kept.failed else 0
