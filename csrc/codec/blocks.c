@@ -343,7 +343,8 @@ static void add_block(const sid_plan *p, const blocks_form *f, const uint8_t *pa
         p->simd->f16_to_f32((const uint16_t *)(const void *)val + first, wide, k);
         v = wide;
     }
-    for (uint32_t i = 0; i < k; i++) out[idx[i] - base] += v[i];
+    float *at = sid_places_from(out, base);
+    for (uint32_t i = 0; i < k; i++) at[idx[i]] += v[i];
 }
 
 void blocks_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {

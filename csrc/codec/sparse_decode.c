@@ -111,7 +111,10 @@ static const uint16_t *take_indices(sid_gather *g, uint32_t r, uint64_t offset, 
 
 /* An index is a place in the wire tile, where `out` begins at `base`. */
 static void add_at(float *out, const uint16_t *idx, uint32_t base, const float *v, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++) out[idx[i] - base] += v[i];
+    float *at = sid_places_from(out, base);
+    for (; n >= 4; n -= 4, idx += 4, v += 4)
+        for (uint32_t j = 0; j < 4; j++) at[idx[j]] += v[j];
+    for (; n; n--) at[*idx++] += *v++;
 }
 
 void sparse_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
@@ -150,6 +153,7 @@ void sparse_mean_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len
         uint64_t first;
         uint32_t here;
         const uint16_t *idx = take_indices(g, r, offset, len, buf, &first, &here);
-        for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += mean;
+        float *at = sid_places_from(out, base);
+        for (uint32_t i = 0; i < here; i++) at[idx[i]] += mean;
     }
 }

@@ -118,35 +118,38 @@ static float level_of(uint32_t code, const sid_levels *l) {
 static void add_levels(float *out, const uint16_t *idx, uint32_t base, const uint8_t *code, uint64_t first, uint32_t n,
                        const sid_levels *levels) {
     const sid_levels l = *levels;
-    float value[A_BYTE];
+    float *at = sid_places_from(out, base), value[A_BYTE];
     uint32_t i = 0;
     if (l.top == sid_level_top(8) && n < A_BYTE) {
-        for (; i < n; i++) out[idx[i] - base] += level_of(code[first + i], &l);
+        for (; i < n; i++) at[idx[i]] += level_of(code[first + i], &l);
         return;
     }
     for (uint32_t c = 0; c <= 2 * l.top + 1; c++) value[c] = level_of(c, &l);
     if (l.top == sid_level_top(8)) {
-        for (; i < n; i++) out[idx[i] - base] += value[code[first + i]];
+        for (; i < n; i++) at[idx[i]] += value[code[first + i]];
         return;
     }
     if (l.top == sid_level_top(2)) {
-        for (; i < n; i++) out[idx[i] - base] += value[code[(first + i) / 4] >> 2 * ((first + i) % 4) & 3];
+        for (; i < n; i++) at[idx[i]] += value[code[(first + i) / 4] >> 2 * ((first + i) % 4) & 3];
         return;
     }
     code += first / 2;
-    if (n && first % 2) out[idx[i++] - base] += value[*code++ >> 4];
+    if (n && first % 2) {
+        at[*idx++] += value[*code++ >> 4];
+        n--;
+    }
 #if BYTES == 64
     const vf table = load(value);
     const spread s = lookup_spread(4);
-    for (; i + WIDE <= n; i += WIDE, code += WIDE / 2) {
+    for (; n >= WIDE; n -= WIDE, idx += WIDE, code += WIDE / 2) {
         float v[WIDE];
         store(v, look_up(code, 0, 4, &s, table));
-        for (uint32_t j = 0; j < WIDE; j++) out[idx[i + j] - base] += v[j];
+        for (uint32_t j = 0; j < WIDE; j++) at[idx[j]] += v[j];
     }
 #endif
-    for (; i + 2 <= n; i += 2, code++) {
-        out[idx[i] - base] += value[*code & 15];
-        out[idx[i + 1] - base] += value[*code >> 4];
+    for (; n >= 2; n -= 2, idx += 2, code++) {
+        at[idx[0]] += value[*code & 15];
+        at[idx[1]] += value[*code >> 4];
     }
-    if (i < n) out[idx[i] - base] += value[*code & 15];
+    if (n) at[*idx] += value[*code & 15];
 }

@@ -15,6 +15,11 @@
 extern "C" {
 #endif
 
+/* Where at[base] is *out, for places from base on. It is computed as a number: a pointer must not leave its array. */
+static inline float *sid_places_from(float *out, uint32_t base) {
+    return (float *)((uintptr_t)out - (uintptr_t)base * sizeof *out);
+}
+
 typedef struct sid_velocity { /* of add_velocity */
     float momentum, factor;   /* of the old velocity; of the gradient */
     float of_u, of_g;         /* what acc takes of the new velocity, and of the gradient besides */
