@@ -130,6 +130,14 @@ def test_a_small_gain_is_not_worth_more_than_five_pairs() -> None:
         assert is_faster(pairs) is None and is_faster(pairs, 0.97) is said
 
 
+def test_after_ten_pairs_a_large_gain_needs_less_evidence() -> None:
+    """Nine pairs are won; the one that is lost has the eighth smallest difference: p is 2.4 %."""
+    for tried, said in ((930, True), (960, False)):
+        pairs = [([10 * (tried + i)] * STEPS, [10_000] * STEPS) for i in range(-4, 5)]
+        pairs.append(([int(1e7 / (tried - 2.5))] * STEPS, [10_000] * STEPS))
+        assert is_faster(pairs[1:], 0.97) is None and is_faster(pairs, 0.97) is said
+
+
 def test_a_gain_below_the_margin_is_not_worth_a_switch() -> None:
     pairs = [([995] * STEPS, [1000] * STEPS)] * 4
     assert gain(pairs) > MARGIN

@@ -9,8 +9,10 @@ Window = Sequence[int]  # times of consecutive steps, in ns
 Pair = Sequence[Window]  # two windows, one after the other: of the tried plan, and of the one to beat
 
 MARGIN = 0.99  # a plan must be 1 % faster to be worth a switch
-PAIRS = 10  # after these a difference that is not significant counts as noise
+PAIRS = 10  # at most
 _LEVEL = 0.012  # significance level of the signed-rank test over pairs
+_LAST_LEVEL = 0.05  # the same after PAIRS pairs, for a plan that takes at most _LAST_MARGIN
+_LAST_MARGIN = 0.95
 # Of the test over steps. It is stricter, because the steps of a window are disturbed together.
 _LEVEL_OF_STEPS = 0.0005
 FUTILE = 5  # after so many pairs a plan that is no faster is given up
@@ -39,8 +41,8 @@ def is_faster(pairs: Sequence[Pair], worth: float = 1.0) -> bool | None:
     median, and the Mann-Whitney statistic of the steps, summed over the pairs, would be so large by chance in
     0.05 % of cases. Two pairs suffice if hardly any step of one plan is slower than one of the other. The
     other test compares pairs: Wilcoxon's signed-rank test, at 1.2 %. A plan must also have a median gain of
-    MARGIN. After FUTILE pairs a plan that takes `worth` or more is given up; undecided after PAIRS pairs
-    means noise: False.
+    MARGIN. After FUTILE pairs a plan that takes `worth` or more is given up. After PAIRS pairs one that is
+    5 % faster is kept if the signed-rank test says so at 5 %; otherwise the difference is noise.
     """
     n = len(pairs)
     if n < 2:
@@ -52,8 +54,10 @@ def is_faster(pairs: Sequence[Pair], worth: float = 1.0) -> bool | None:
     logs = [log(r) for r in ratios(pairs)]
     if _by_chance(logs) <= _LEVEL and gain(pairs) <= MARGIN:
         return True
-    if _by_chance([-x for x in logs]) <= _LEVEL or n >= PAIRS:
+    if _by_chance([-x for x in logs]) <= _LEVEL:
         return False
+    if n >= PAIRS:
+        return _by_chance(logs) <= _LAST_LEVEL and gain(pairs) <= _LAST_MARGIN
     return False if n >= FUTILE and gain(pairs) >= worth else None
 
 
