@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
-from operator import add
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
@@ -851,15 +850,12 @@ class Controller:
             self._say(f"the profile that was given does not fit ({reason}): measuring again")
         turns = yield from self._dense_and_alone(of)
         dense = int(median(self._agree_on_steps([t["dense"] for t in turns])))
-        # The rank that is last waits least, and its computing takes what is left of the step.
-        alone = self._agree_on_steps([measurement.whole(t) for t in turns])
-        sooner = self._agree([-measurement.waited(t) for t in turns])
-        compute = max(1, min(dense, int(median(map(add, alone, sooner)))))
         self._say("measuring codecs and exchanges", stage=True)
-        budget = max(0.5, _PROBE_SHARE * 1000 * (compute * dense) ** 0.5 * 1e-9)
+        compute = max(1, int(median(t["compute"] for t in turns)))
+        budget = max(0.5, _PROBE_SHARE * 1000 * (min(compute, dense) * dense) ** 0.5 * 1e-9)
         assert self._p is not None
         found = measurement.profile(
-            self._p, self.settings, turns, dense, compute, budget, self._agree,
+            self._p, self.settings, turns, dense, budget, self._agree,
             (lambda what, share: _show(f"measuring {what}, {share:.0%}")) if self._first() else None,
         )  # fmt: skip
         return self._note_profile(of, found)

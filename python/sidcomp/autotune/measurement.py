@@ -68,14 +68,9 @@ class Isolated:
     ready: list[int]  # 0 if the parameter got no gradient
 
     @property
-    def waited(self) -> int:
-        """From the end of backward() to the end of the exchanges, and so for the other ranks too."""
-        return self.observed.landed - self.observed.arrivals[-1]
-
-    @property
     def compute(self) -> int:
         """The time that it would have taken without any exchange."""
-        return self.interval - self.waited
+        return self.interval - (self.observed.landed - self.observed.arrivals[-1])
 
     def since_start(self, at: int) -> int:
         """Converts a moment to ns from the end of the iteration before."""
@@ -91,21 +86,9 @@ def turn(dense_ns: int, dense: Observed, isolated: Isolated) -> dict[str, Any]:
         "dense_span": _span(dense),
         "alone_span": _span(isolated.observed),
         "compute": isolated.compute,
-        "waited": isolated.waited,
         "buckets": [isolated.since_start(at) for at in isolated.observed.arrivals],
         "ready": [isolated.since_start(at) if at else -1 for at in isolated.ready],
     }
-
-
-def waited(turn: dict[str, Any]) -> int:
-    """From the end of backward() to the end of the exchanges; checkpoints of earlier versions do not have
-    it."""
-    return int(turn.get("waited", 0))
-
-
-def whole(turn: dict[str, Any]) -> int:
-    """The step that exchanged only after backward()."""
-    return int(turn["compute"]) + waited(turn)
 
 
 class Recorder:
@@ -184,20 +167,17 @@ def profile(
     settings: Settings,
     turns: Sequence[Mapping[str, Any]],
     dense_ns: int,
-    compute_ns: int,
     budget: float,
     agree: Agree,
     progress: probe.Progress | None,
 ) -> Profile:
     """Makes a profile of the model as it trains here. A collective: all ranks get the same numbers.
 
-    dense_ns, compute_ns: a step of plain DDP, and one without any exchange.
-
     The profile omits excluded parameters and those without elements, because no plan includes them.
     """
     assert p.layout is not None and p.exchange is not None
     layout, started = p.layout, perf_counter_ns()
-    mine = int(median(t["compute"] for t in turns))
+    compute = int(median(t["compute"] for t in turns))
     buckets = [int(median(t["buckets"][j] for t in turns)) for j in range(len(layout.buckets))]
     ready, at = [], 0
     for j, bucket in enumerate(layout.buckets):
@@ -207,9 +187,10 @@ def profile(
             at += 1
     span = int(median(t["alone_span"] for t in turns))
     longer = int(median(t["dense_span"] for t in turns) - span)
-    agreed = agree([mine, longer, *buckets, *ready])
-    slowest, longer = agreed[:2]
-    times = [max(0, t - slowest + compute_ns) for t in agreed[2:]]
+    agreed = agree([compute, dense_ns, longer, *buckets, *ready])
+    compute, dense_ns, longer = agreed[:3]
+    over = max(0, compute - dense_ns)  # noise: an iteration with exchanges takes no less time
+    compute, times = compute - over, [max(0, t - over) for t in agreed[3:]]
     buckets, ready = times[: len(buckets)], times[len(buckets) :]
     if p.on_device:  # the host's clock shows only when a bucket was enqueued
         ends = list(accumulate(len(bucket.names) for bucket in layout.buckets))
@@ -257,7 +238,7 @@ def profile(
         tensors=tensors,
         forward_ps=at_first,
         rest_ps=0,  # the time after a backward pass counts to the next iteration
-        compute_ps=_PS * compute_ns,
+        compute_ps=_PS * compute,
         dense_ps=_PS * dense_ns,
         methods=probed.methods,
         contention=contention,
