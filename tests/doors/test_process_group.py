@@ -99,6 +99,11 @@ def test_ddp_with_codec_none_has_the_bits_of_plain_ddp(world: int) -> None:
         assert [s[0] for s in stats] == ([STEPS - 3] if world > 1 else [])
 
 
+def in_time(steps: int, passes: int = STEPS) -> bool:
+    """Two passes are enough to learn where tensors move. Each time Gloo frees one late takes a pass more."""
+    return passes - 4 <= steps <= passes - 2
+
+
 def hsdp_unmodified(rank: int, world: int) -> Any:
     said = io.StringIO()
     with redirect_stderr(said):
@@ -123,7 +128,8 @@ def test_hsdp_with_codec_none_has_the_bits_of_plain_hsdp() -> None:
     ours = run(hsdp_unmodified, 4, backend=partial(compressing, "none"))
     for (theirs, *_), (mine, _, stats, _, seen) in zip(plain, ours, strict=True):
         assert torch.equal(theirs, mine)
-        assert stats == [(STEPS - 2, 2)]  # the root's all-reduce is too small
+        ((steps, groups),) = stats
+        assert groups == 2 and in_time(steps)  # the root's all-reduce is too small
         assert seen == [0, 0]
 
 
@@ -136,7 +142,8 @@ def test_hsdp_compresses_and_says_so() -> None:
         assert not torch.equal(theirs, mine)
         assert losses[:3] == their_losses[:3]  # three passes: two to learn, and the first that is compressed
         assert losses[-1] == pytest.approx(their_losses[-1], rel=0.2)
-        assert stats == [(STEPS - 2, 2)]
+        ((steps, groups),) = stats
+        assert groups == 2 and in_time(steps)
         assert ("compresses 2 all-reduces of each backward pass" in said) == (rank in (0, 1))
 
 
@@ -396,8 +403,7 @@ def test_tensors_that_are_freed_late_are_not_taken_for_another_models(late: list
     one, other = run(late_to_free, 2, late, backend=backend)
     assert one[:2] == other[:2] and "cannot tell" not in other[2]
     (had,), programs, said = one
-    # Gloo itself may be late now and then.
-    assert steps - 2 <= had <= steps and programs == 1, said
+    assert in_time(had, steps + 2) and programs == 1, said
 
 
 def moving_models(rank: int, world: int) -> Any:

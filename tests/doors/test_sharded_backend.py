@@ -152,8 +152,10 @@ def bounded(rank: int, world: int) -> Any:
     """The error of each step's shards over the bound: half a step of int8 for each rank's contribution."""
     n, kinds = 1200 * world, (torch.float32, torch.bfloat16)
     worst, exact = 0.0, []
+    mine = [torch.empty(n, dtype=dtype) for dtype in kinds]
     for step in range(5):
-        mine = [drawn(rank, step, n, dtype) for dtype in kinds]
+        for x, dtype in zip(mine, kinds, strict=True):
+            x.copy_(drawn(rank, step, n, dtype))
         out = scattered(mine, SUM, AVG)
         for i, (got, dtype) in enumerate(zip(out, kinds, strict=True)):
             each = [drawn(r, step, n, dtype).double() for r in range(world)]
@@ -178,12 +180,13 @@ def conserved(rank: int, world: int) -> Any:
     n, steps = 1200, 7
     came = [torch.zeros(n * world), torch.zeros(n * world)]
     received = [torch.zeros(n), torch.zeros(n)]
+    mine = [torch.empty(n * world) for _ in range(2)]
     for step in range(steps):
-        mine = [drawn(rank, step, n * world, torch.float32) * (i + 1) for i in range(2)]
+        for i, x in enumerate(mine):
+            x.copy_(drawn(rank, step, n * world, torch.float32) * (i + 1))
         for i, (got, x) in enumerate(zip(scattered(mine, SUM, AVG), mine, strict=True)):
             came[i] += x
             received[i] += got * (world if i else 1)
-        del x, mine  # a tensor that is still there when the next pass has another one tells of another model
     program = group().programs[0]
     off = []
     for one, x, shard in zip(program.scatters.values(), came, received, strict=True):
