@@ -77,6 +77,7 @@ MODELS: dict[str, Any] = {
 class Training:
     def __init__(self, rank: int, model: str = "mlp", slow: Costs | None = None, **how: Any) -> None:
         brisk()
+        controller._TURNS = how.pop("turns", controller._TURNS)
         clock.set_costs(slow or {})
         ddp_arguments = how.pop("ddp", {"bucket_cap_mb": 0.08})
         how.setdefault("warmup", 2)
@@ -173,7 +174,7 @@ def plain_steps(rank: int, world: int, slow: Costs) -> tuple[dict[str, Any], int
 
     controller.Controller._explore = spy  # type: ignore[method-assign]
     try:
-        return found(rank, world, {"slow": slow, "candidates": ["topk"]}), sum(plain)
+        return found(rank, world, {"slow": slow, "candidates": ["topk"], "turns": 6}), sum(plain)
     finally:
         controller.Controller._explore = real  # type: ignore[method-assign]
 
@@ -184,7 +185,7 @@ def plain_steps(rank: int, world: int, slow: Costs) -> tuple[dict[str, Any], int
         # a step with the plan takes less than a tenth of one of plain DDP: a first step, two turns of two
         # steps, and two windows of two, beside the first step of the two that come together
         (SLOW_DENSE, 1 + 2 * 2 + 2 * 2 + 1),
-        # about half: four turns of two, and windows of four
+        # about half: four turns of the six, and windows of four
         ({"all_reduce": 1e-8}, 1 + 4 * 2 + 2 * 4 + 1),
     ],
 )

@@ -42,8 +42,9 @@ COMPARING = "comparing"  # now and then: the plan in turns with the baseline
 FOUND = (SETTLED, WARMING)
 
 _TURNS = 6  # steps of plain DDP, and steps with all exchanges after backward()
-_FEW = 2  # of them, where plain DDP takes _LONG times as long as computing: what overlaps hardly matters then
-_LONG = 3
+_FEW, _LONG = 2, 3
+# Turns where plain DDP takes more than so many times as long as computing: what overlaps matters less then.
+_FEWER = ((_LONG, _FEW), (1.5, 4))
 _STEPS = 8  # timed steps of a plan that is not verified
 _WINDOW = 4  # timed steps of a window
 # Timed steps of the faster and of the slower one in the first two pairs, where one is expected to take _LONG
@@ -817,19 +818,20 @@ class Controller:
                         dense = it
                 if dense is not None and dense.observed is not None and isolated is not None:
                     turns.append(measurement.turn(dense.interval, dense.observed, isolated))
-                    enough = self._enough(turns)
+                    if len(turns) == _FEW:
+                        enough = self._enough(turns)
         finally:
             recorder.close()
         return turns
 
     def _enough(self, turns: list[dict[str, Any]]) -> int:
-        """How many turns are needed, the same on all ranks: they agree when there are a few."""
-        if len(turns) != _FEW:
-            return _FEW if len(turns) < _FEW else _TURNS
+        """How many turns are needed, the same on all ranks: they agree by the first few."""
+        if len(turns) < _FEW:
+            return _FEW
         dense, sooner = self._agree(
-            [int(median(t["dense"] for t in turns)), -int(median(t["compute"] for t in turns))]
+            [int(median(t["dense"] for t in turns[:_FEW])), -int(median(t["compute"] for t in turns[:_FEW]))]
         )
-        return _FEW if dense > _LONG * -sooner else _TURNS
+        return min(_TURNS, next((n for times, n in _FEWER if dense > times * -sooner), _TURNS))
 
     # ---- parts of the script -------------------------------------------------------------------------------
 
