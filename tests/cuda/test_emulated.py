@@ -102,6 +102,7 @@ def test_exchanges_on_the_emulation() -> None:
     run(share=7, tests="tests/cuda/test_cuda_exchanges.py")
 
 
+@pytest.mark.slow
 def test_local_error_on_the_emulation() -> None:
     run(share=1, tests="tests/cuda/test_cuda_local_error.py")
 

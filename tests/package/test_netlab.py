@@ -337,7 +337,7 @@ def cell(rate: str, milliseconds: dict[str, float]) -> dict[str, Any]:
             "losses": [2.0, 1.0],
             "groups": 3 if name == "auto" else None,
             "predicted_ps": int(1.1e9 * ms) if name == "auto" else None,
-            "plan": {"finding_seconds": 4.0} if name == "auto" else None,
+            "plan": {"finding_seconds": 4.0, "finding_steps": 40} if name == "auto" else None,
         }
         for name, ms in milliseconds.items()
     ]
@@ -404,6 +404,7 @@ def test_the_sweep_goes_on_where_it_stopped(
     assert "in the other: median +2.5%, +0.0% to +5.0%" in text
     assert "Speed of ours / plain DDP: median 1.45, least 1.00." in text
     assert "2 plans: median error 10.0%" in text
+    assert "40 steps (median), 40 at most; of the first thousand steps 5.0% (median)" in text
     bench_plan_real.main([*given[:-3], "dense", *given[-2:], "--minutes", "0"])
     assert "2 cells were not looked at" in capsys.readouterr().out  # other hooks: other cells
 
