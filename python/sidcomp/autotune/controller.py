@@ -42,8 +42,9 @@ COMPARING = "comparing"  # now and then: the plan in turns with the baseline
 FOUND = (SETTLED, WARMING)
 
 _TURNS = 6  # steps of plain DDP, and steps with all exchanges after backward()
-_FEW, _LONG = 2, 3
-# Turns where plain DDP takes more than so many times as long as computing: what overlaps matters less then.
+_FEW = 2  # turns after which the ranks agree on how many are needed
+_LONG = 3
+# How many turns where plain DDP takes more than so many times as long as computing: overlap matters less.
 _FEWER = ((_LONG, _FEW), (1.5, 4))
 _STEPS = 8  # timed steps of a plan that is not verified
 _WINDOW = 4  # timed steps of a window

@@ -52,14 +52,14 @@ class Method:
 
 @dataclass
 class Profile:
-    """What was measured on this machine and network. Times are integer picoseconds, the slowest rank's; sizes
-    are bytes of gradient.
+    """What was measured on this machine and network. Times are integer picoseconds, the slowest rank's
+    but for dense_ps; sizes are bytes of gradient.
 
     tensors     in gradient-ready order: {"name", "bytes", "bucket", "ready_ps", "kind"}. ready_ps counts from
                 the start of the iteration, without communication; kind is dtype and device, which no group
                 mixes
     compute_ps  an iteration without communication: forward, backward and rest
-    dense_ps    an iteration of plain DDP
+    dense_ps    an iteration of plain DDP, the mean over the ranks
     methods     the candidates, dense first
     contention  overlapped time in per mille of isolated time, of an exchange ("exchange_permille") and of
                 computation ("compute_permille"); speed that an exchange takes ("stolen_permille")
