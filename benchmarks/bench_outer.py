@@ -14,6 +14,9 @@ emulated network. The inner optimizer is AdamW, with a warm-up of 20 steps, at m
 cosine down to a tenth. With --save it adds to what the file in benchmarks/results holds already, and measures
 only what is missing there. Times are measured with --lab only: each host is a network namespace, and the ways
 take turns in the same processes.
+
+Forward and backward are in bfloat16 where the processor computes in it, else in float32; a table of float32
+says so. --equal-time trains as the times were measured.
 """
 
 import argparse
@@ -35,9 +38,11 @@ from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.outer import RATES, WAYS, learn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from flags import computes_in_bfloat16
 from tasks import TASKS
 
 DENSE, DDP = "dense", "DDP"
+FLOAT32 = ", in float32"  # at the end of a title; else in bfloat16
 FOR_LOSS = (
     "averaging", "averaging, delay 1/3", "DiLoCo", "averaging, top-k", "averaging, int4", "SparseLoCo",
     "SparseLoCo with DiLoCo's momentum",
@@ -99,6 +104,10 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
+def precision(args: argparse.Namespace) -> str:
+    return "bfloat16" if args.bfloat16 else "float32"
+
+
 def where(args: argparse.Namespace) -> str:
     text = f"{TASKS[args.task].title}, {args.world} hosts of a rank, {show_rate(parse_rate(args.rate))}"
     return text + (f", round trip {args.latency:.0f} ms" if args.latency else "")
@@ -133,9 +142,18 @@ def lab(args: argparse.Namespace) -> None:
     world = args.world
     ways = args.ways or list(IN_LAB)
     cells = sorted({(way, WAYS[way].every or h) for h in args.every or [30] for way in ways}, key=in_order)
+    name = "outer-lab" + (f"-{args.task}" if args.task != "lm" else "")
+    name += f"-{args.rate}" + (f"-{args.latency:.0f}ms" if args.latency else "")
+    title = f"Outer: {where(args)}" + ("" if args.bfloat16 else FLOAT32)
+    file, old = RESULTS / f"{name}.json", None  # what was measured in other calls
+    if args.save and not args.lose and file.exists():
+        old = json.loads(file.read_text())
+        if old["title"] != title:
+            raise ValueError(f"{file.name} has {old['title']!r}, and this would be {title!r}: move it away")
     spec = {
-        "task": args.task, "seed": 0, "every": (args.every or [30])[0], "ways": cells,
-        "steps": args.lab_steps, "rounds": args.rounds, "lose": args.lose, "deadline": args.deadline,
+        "task": args.task, "bfloat16": args.bfloat16, "seed": 0, "every": (args.every or [30])[0],
+        "ways": cells, "steps": args.lab_steps, "rounds": args.rounds,
+        "lose": args.lose, "deadline": args.deadline,
     }  # fmt: skip
     with (
         Lab.build(world, parse_rate(args.rate), latency=args.latency) as hosts,
@@ -147,8 +165,6 @@ def lab(args: argparse.Namespace) -> None:
         command = [sys.executable, "-m", "benchmarks.netlab.outer", json.dumps(spec), str(out)]
         hosts.run(command, timeout=1800)
         found = json.loads(out.read_text())
-    name = "outer-lab" + (f"-{args.task}" if args.task != "lm" else "")
-    name += f"-{args.rate}" + (f"-{args.latency:.0f}ms" if args.latency else "")
     if args.lose:
         of_rounds = [
             {
@@ -163,7 +179,7 @@ def lab(args: argparse.Namespace) -> None:
             f"Rank {world - 1} ends in the middle of round 3. Seconds: of the steps and the exchange, by "
             "rank 0's clock.\n"
         )
-        title = f"Outer, a rank lost: {where(args)}"
+        title = title.replace("Outer", "Outer, a rank lost", 1)
         report(name + "-lost", title, of_rounds, note + "\n".join(lines), RESULTS if args.save else None)
         return
     table = []
@@ -190,21 +206,25 @@ def lab(args: argparse.Namespace) -> None:
         "exchange nothing; the mean is over whole rounds. KB: by the kernel, the most that any host sends, "
         "headers included.\n"
     )
-    if args.save and (RESULTS / f"{name}.json").exists():  # what was measured in other calls
+    if old is not None:
         new = {(row["way"], row["every"]) for row in table}
-        old = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-        table += [row for row in old if (row["way"], row["every"]) not in new]
+        table += [row for row in old["rows"] if (row["way"], row["every"]) not in new]
         table.sort(key=lambda row: in_order((row["way"], int(row["every"]))))
-    report(name, f"Outer: {where(args)}", table, note + "\n".join(lines), RESULTS if args.save else None)
+    report(name, title, table, note + "\n".join(lines), RESULTS if args.save else None)
 
 
 def fill(args: argparse.Namespace, name: str, head: dict[str, Any], cells: Cells) -> dict[str, Any]:
     """Measures what is missing in the file of this name, and returns what it then has. head: what the
     file has beside rows. Raises ValueError if it has such a row of, say, other steps."""
     kept = RESULTS / f"{name}.json"
+    head = {**head, "bfloat16": args.bfloat16}
     record = {**head, "found": {}}
     if args.save and kept.exists():
-        record = json.loads(kept.read_text())
+        record = {"bfloat16": True, **json.loads(kept.read_text())}
+        if record["bfloat16"] is not args.bfloat16:
+            raise ValueError(
+                f"{kept.name} has losses of another precision than {precision(args)}: move it away"
+            )
     found: dict[str, Any] = record["found"]
     for label, _, _, says in cells:
         of = found.get(label, says)
@@ -216,8 +236,9 @@ def fill(args: argparse.Namespace, name: str, head: dict[str, Any], cells: Cells
             if str(seed) in of["loss"]:
                 continue
             whole = "seconds" in says  # the steps are whole rounds, so the last exchange has just begun
-            spec = {"task": args.task, "way": way, "steps": of["steps"], "every": every, "seed": seed}
-            one = measure(args, {**spec, "average": not whole})
+            spec = {"task": args.task, "bfloat16": args.bfloat16, "seed": seed}
+            spec |= {"way": way, "steps": of["steps"], "every": every, "average": not whole}
+            one = measure(args, spec)
             of["loss"][str(seed)], of["ratio"] = one["loss"], one["ratio"]
             if args.lab:
                 of.setdefault("took", {})[str(seed)] = one["seconds"]
@@ -245,7 +266,7 @@ def at_equal_tokens(args: argparse.Namespace) -> None:
     found = fill(args, name, {}, cells)
     note = (
         f"{TASKS[args.task].title}, AdamW, {args.world} ranks, {args.steps} steps of all ranks (--task "
-        f"{args.task} --world {args.world} --steps {args.steps}). Over dense: "
+        f"{args.task} --world {args.world} --steps {args.steps}), in {precision(args)}. Over dense: "
         "the mean of what each seed loses to an all-reduce in every step with that seed."
     )
     show(args, name, "Outer: loss at equal tokens", rows(found), note)
@@ -260,6 +281,7 @@ def at_equal_time(args: argparse.Namespace) -> None:
     title = f"Outer: {where(args)}" if args.lab else f"Outer: {TASKS[args.task].title}, {args.world} hosts"
     if not times["title"].startswith(title):
         raise ValueError(f"{file.name} has {times['title']!r}, not {title!r}: give its --task and --world")
+    args.bfloat16 = not times["title"].endswith(FLOAT32)
     ways = args.ways or [way for way in AT_EQUAL_TIME if way.startswith(args.only or "")]
     cells: Cells = []
     for row in times["rows"]:
@@ -280,9 +302,9 @@ def at_equal_time(args: argparse.Namespace) -> None:
     found = fill(args, name, {"times": file.stem}, cells)
     note = (
         f"{TASKS[args.task].title}, AdamW, {args.world} ranks (--task {args.task} --equal-time T --times "
-        f"{file.stem}). Steps: whole rounds that fit in these seconds, at the mean ms a step of that file. "
-        "The warm-up is a tenth of the steps, at most 20, and the cosine ends with the steps. Over DDP: the "
-        "mean of what each seed loses to plain DDP in the same time with that seed."
+        f"{file.stem}), in {precision(args)}. Steps: whole rounds that fit in these seconds, at the mean ms "
+        "a step of that file. The warm-up is a tenth of the steps, at most 20, and the cosine ends with the "
+        "steps. Over DDP: the mean of what each seed loses to plain DDP in the same time with that seed."
     )
     show(args, name, f"Outer: loss at equal time, {times['title']}", rows_at_equal_time(found), note)
 
@@ -314,6 +336,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--ways {unknown[0]!r}: choose from {', '.join(map(repr, WAYS))}")
     if (args.equal_time is None) != (args.times is None):
         parser.error("--equal-time and --times go together")
+    args.bfloat16 = computes_in_bfloat16("cpu")
     bench = at_equal_time if args.times else lab if args.lab else at_equal_tokens
     try:
         bench(args)

@@ -174,7 +174,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         if getattr(args, key) is None:
             setattr(args, key, getattr(TASKS[args.task], key))
     if args.autocast is None:
-        args.autocast = args.task == "gpt" and _computes_in_bfloat16(args.device)
+        args.autocast = args.task == "gpt" and computes_in_bfloat16(args.device)
     for text in [*args.param, *([] if args.density is None else [f"density={args.density}"])]:
         name, equals, value = text.partition("=")
         if not equals:
@@ -190,7 +190,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     return args
 
 
-def _computes_in_bfloat16(device: str) -> bool:
+def computes_in_bfloat16(device: str) -> bool:
     """Whether a product of bfloat16 matrices is faster there than one of float32."""
     if device == "cuda":
         return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)

@@ -1,7 +1,7 @@
 """The ways of benchmarks/bench_outer.py to train, and what runs on each host with --lab: a task, trained in
 several ways one after the other, and each step timed.
 
-python -m benchmarks.netlab.outer '{"task": "lm", "ways": [["Outer", 30]], ...}' result.json
+python -m benchmarks.netlab.outer '{"task": "lm", "bfloat16": true, "ways": [["Outer", 30]], ...}' result.json
 """
 
 import contextlib
@@ -88,6 +88,7 @@ class Run:
         kind = TASKS[spec["task"]]
         self.task = kind(rank, world, kind.batch, torch.device("cpu"))
         self.seed, self.world = spec["seed"], world
+        self.bfloat16: bool = spec["bfloat16"]  # forward and backward
         torch.manual_seed(self.seed)
         self.module = self.task.model()
         self.parameters = list(self.module.parameters())
@@ -119,7 +120,7 @@ class Run:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
             loss, self.carry = self.task.loss(self.model, 1000 * self.seed + self.steps, self.carry)
         loss.backward()
         if self.reduces:

@@ -187,6 +187,43 @@ def test_other_times_are_not_mixed(
     assert "ms 1400.0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ending, says", [("", "in bfloat16"), (bench_outer.FLOAT32, "in float32")])
+def test_it_trains_in_the_precision_of_the_times(
+    ending: str, says: str, timed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Whatever this machine's own is."""
+    (tmp_path / "outer-lab-100mbit.json").write_text(json.dumps({**TIMES, "title": TIMES["title"] + ending}))
+    assert equal_time("15", "--ways", "DDP") == 0
+    assert [spec["bfloat16"] for spec in timed] == [not ending]
+    assert says in (tmp_path / "outer-time-100mbit.md").read_text()
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_losses_of_two_precisions_are_not_mixed(
+    now: bool,
+    timed: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--world", "2", "--ways", "DDP", "--save"]
+    monkeypatch.setattr(bench_outer, "computes_in_bfloat16", lambda device: not now)
+    assert bench_outer.main(given) == 0 and [spec["bfloat16"] for spec in timed] == 2 * [not now]
+    before = (tmp_path / "outer-lm-2.json").read_text()
+    monkeypatch.setattr(bench_outer, "computes_in_bfloat16", lambda device: now)
+    assert bench_outer.main([*given, "--seeds", "2"]) == 2 and len(timed) == 2
+    assert "another precision than" in capsys.readouterr().err
+    assert (tmp_path / "outer-lm-2.json").read_text() == before
+
+
+def test_times_of_two_precisions_are_not_mixed(
+    timed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_outer, "computes_in_bfloat16", lambda device: False)
+    assert bench_outer.main(["--world", "2", "--lab", "--rate", "100mbit", "--save"]) == 2
+    assert "in float32': move it away" in capsys.readouterr().err
+
+
 def test_ways_of_every_step_have_one_row(timed: list[dict[str, Any]], tmp_path: Path) -> None:
     given = ["--world", "2", "--ways", "DDP, int4", "Outer", "--every", "10", "100", "--save"]
     assert bench_outer.main(given) == 0
