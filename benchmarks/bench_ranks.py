@@ -5,7 +5,7 @@
 
 The check sends a recorded gradient as one group, so that nothing overlaps: a step less the step of a hook
 that exchanges nothing is encode, exchange and decode. The prediction has the link as it was calibrated, the
-share of it that a rank gets while it exchanges messages of that size with several others, what the ranks of a
+share of it that messages of that size get while all ranks exchange them, what the ranks of a
 node can send to each other at once, what this machine takes to encode and decode, times the ranks that share
 a core, and a cost for each message, which is fitted once, on a gradient of few bytes.
 
@@ -146,38 +146,49 @@ def node_gbit(world: int, per_host: int, nbytes: int) -> float:
 
 
 def crossing_messages(way: Way, n: int, world: int, per_host: int) -> tuple[list[int], int, int]:
-    """Of the round of the largest messages: how many places after rank 0 the ranks are to which it sends,
-    how many of these are on other hosts, and bytes of a message. No ranks: rings use one connection."""
+    """Of the round of the largest messages: how many places after rank 0 the ranks are to which it sends, how
+    many messages a host sends to others, and bytes of a message. In a ring each rank sends to the next one,
+    and the last one of a host to another host."""
     (codec, parameters), exchange = way
     own = {**parameters, **({"ranks_per_node": per_host} if exchange == "hierarchical" else {})}
     memory = find_memory(find_codec(codec).memory).name
     x = core.Exchange(exchange, codec, memory, n, "float32", 0, world, own)
+    rounds = [[(peer, size) for peer, _, size in x.messages(i, False)] for i in range(x.rounds)]
+    if in_ring(way):
+        return [1], 1, max(size for peers in rounds for _, size in peers)
     found: tuple[list[int], int, int] = [], 0, 0
-    for i in () if x.ring_passes else range(x.rounds):
-        peers = [(peer, size) for peer, _, size in x.messages(i, False)]
+    for peers in rounds:
         others = [size for peer, size in peers if peer >= per_host]
         if others and max(others) > found[2]:
-            found = [peer for peer, _ in peers], len(others), max(others)
-    return found if found[1] > 1 else ([], 0, 0)
+            found = [peer for peer, _ in peers], len(others) * per_host, max(others)
+    return found
+
+
+def in_ring(way: Way) -> bool:
+    return way[1] in ("allreduce", "allgather", "ring1")
 
 
 def shares(
-    lab: Lab, goodput: float, ways: Iterable[Way], sizes: Iterable[int], world: int, per_host: int
+    lab: Lab, goodput: float, ways: list[Way], sizes: Iterable[int], world: int, per_host: int
 ) -> dict[tuple[str, int], float]:
     """The share of the link that each way gets for a gradient of each size."""
-    asked = {(str(w), n): (w, n, crossing_messages(w, n, world, per_host)) for w in ways for n in sizes}
+    asked = {
+        (hook(way, per_host), n): crossing_messages(way, n, world, per_host) for way in ways for n in sizes
+    }
     patterns: dict[tuple[tuple[int, ...], int], set[int]] = {}
-    for _, _, (offsets, crossing, size) in asked.values():
-        if offsets:
-            patterns.setdefault((tuple(offsets), crossing), set()).add(size)
+    for offsets, crossing, size in asked.values():
+        patterns.setdefault((tuple(offsets), crossing), set()).add(size)
     measured = {
         pattern: share_of(lab, goodput, list(pattern[0]), pattern[1], sorted(each), per_host)
         for pattern, each in patterns.items()
     }
-    return {
-        (hook(way, per_host), n): measured[tuple(offsets), crossing][size] if offsets else 1.0
-        for way, n, (offsets, crossing, size) in asked.values()
-    }
+    return {key: measured[tuple(offsets), crossing][size] for key, (offsets, crossing, size) in asked.items()}
+
+
+def at_share(link: Link, way: Way, share: float) -> Link:
+    """The link with the share of it that messages get while all ranks exchange. `Link.together` is for rounds
+    in which a rank sends several of them."""
+    return replace(link, gbit=link.gbit * share) if in_ring(way) else replace(link, together=share)
 
 
 def check(
@@ -206,7 +217,7 @@ def check(
         codec, parameters = way[0]
         alone = measure(codec, real["elements"], **parameters)
         compute = Compute(*(share * x for x in vars(alone).values()))
-        small, large = (replace(link, together=together[name, n]) for n in sizes)
+        small, large = (at_share(link, way, together[name, n]) for n in sizes)
         count = messages(way, tiny["elements"], world, per_host)
         rest = predicted(way, tiny["elements"], world, per_host, small, compute).seconds * 1e3
         each = max(0.0, (median(fitted[name]) - rest) / count * 1e3) if count else 0.0
@@ -224,7 +235,7 @@ def check(
                 "error": f"{one.seconds * 1e3 / took.median - 1:+.1%}",
                 "of it codec": f"{one.compute_seconds / one.seconds:.0%}",
                 "bytes sent": f"{one.bytes:,}",
-                "share of the link": f"{large.together:.0%}",
+                "share of the link": f"{together[name, sizes[1]]:.0%}",
                 "us a message": f"{each:.0f}",
             }
         )

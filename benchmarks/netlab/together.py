@@ -27,14 +27,14 @@ def share_of(
     lab: Lab, goodput: float, offsets: list[int], crossing: int, sizes: list[int], ranks_per_host: int = 1
 ) -> dict[int, float]:
     """The share of `goodput`, in bits per second, that a host's link carries with messages of each size. What
-    a round of small messages takes does not count. crossing: messages that a rank sends to other hosts."""
+    a round of small messages takes does not count. crossing: messages that a host sends to other hosts."""
     spec = {"offsets": offsets, "sizes": [SMALL, *sizes], "repeats": 7}
     with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, "-m", "benchmarks.netlab.together", json.dumps(spec), str(out)]
         lab.run(command, 120, ranks_per_host=ranks_per_host)
         bare, *seconds = json.loads(out.read_text())
-    ideal = [8 * size * crossing * ranks_per_host / goodput for size in sizes]
+    ideal = [8 * size * crossing / goodput for size in sizes]
     return {
         size: min(1.0, best / max(took - bare, best))
         for size, best, took in zip(sizes, ideal, seconds, strict=True)

@@ -452,15 +452,33 @@ def test_what_a_microsecond_for_each_message_adds() -> None:
 
 
 def test_which_messages_share_a_link() -> None:
-    """Those of two-shot, and of the ranks of a node in hierarchical; a ring uses one connection."""
+    """Those of two-shot, and of the ranks of a node in hierarchical; in a ring a rank sends to the next."""
     found = {
-        way[1]: bench_ranks.crossing_messages(way, 100_000, 8, per_host)[:2]
+        (way[1], per_host): bench_ranks.crossing_messages(way, 100_000, 8, per_host)[:2]
         for per_host, ways in bench_ranks.CHECKED.items()
         for way in ways
-        if per_host == 1 or way[1] == "hierarchical"
     }
-    rings = dict.fromkeys(("allreduce", "allgather", "ring1"), ([], 0))
-    assert found == {**rings, "twoshot": ([1, 2, 3, 4, 5, 6, 7], 7), "hierarchical": ([2, 4, 6], 3)}
+    assert found == {
+        **dict.fromkeys((("allreduce", 1), ("allgather", 1), ("ring1", 1), ("allreduce", 2)), ([1], 1)),
+        ("twoshot", 1): ([1, 2, 3, 4, 5, 6, 7], 7),
+        ("twoshot", 2): ([1, 2, 3, 4, 5, 6, 7], 12),
+        ("hierarchical", 2): ([2, 4, 6], 6),
+    }
+    size = bench_ranks.crossing_messages((bench_ranks.NONE, "allreduce"), 80_000, 8, 1)[2]
+    assert 40_000 <= size < 41_000, "an eighth of 80,000 float32 elements"
+
+
+@pytest.mark.parametrize("way", [w for ways in bench_ranks.CHECKED.values() for w in ways], ids=str)
+def test_half_of_the_link_takes_twice_as_long(way: bench_ranks.Way) -> None:
+    per_host = 2 if way[1] == "hierarchical" else 1
+    link = bench_ranks.Link(1.0, 0, 0, 1e6, 0)
+    whole, half = (
+        bench_ranks.predicted(
+            way, 1_000_000, 8, per_host, bench_ranks.at_share(link, way, share), Compute()
+        ).seconds
+        for share in (1.0, 0.5)
+    )
+    assert half == pytest.approx(2 * whole, rel=0.01)
 
 
 def test_the_picture_of_many_ranks() -> None:
