@@ -1,14 +1,16 @@
-"""What compression does to the loss where AdamW trains, beside the spread of dense seeds.
+"""What compression does to the loss, with AdamW and with SGD, beside the spread of dense seeds.
 
     python -m benchmarks.bench_adamw                                # 4 ranks, 3 seeds: about an hour
     python -m benchmarks.bench_adamw --only "local error, int4; gradient" --seeds 1
     python -m benchmarks.bench_adamw --flags "--local-error --every 8" --label "every 8"
     python -m benchmarks.bench_adamw --name long --common "--steps 1200 --autocast" --flags ...
+    python -m benchmarks.bench_adamw --task lstm --world 2 --common "--steps 225"    # SGD, as the task has it
 
 A row is what `examples/train.py` trains with the row's flags: the task "gpt" unless --task says otherwise.
 The ranks are processes that exchange through Gloo. Times are not measured here. With --save it adds to what
-benchmarks/results/adamw-TASK-WORLD.json (or, with --name, adamw-TASK-WORLD-NAME.json) holds already, and
-measures only what is missing there; --seeds 0 measures nothing, and writes the table anew.
+benchmarks/results/adamw-TASK-WORLD.json (or, with --name, adamw-TASK-WORLD-NAME.json; sgd- in place of adamw-
+where the task or --common has SGD) holds already, and measures only what is missing there; --seeds 0 measures
+nothing, and writes the table anew.
 """
 
 import argparse
@@ -79,6 +81,7 @@ def measure(world: int, argv: list[str]) -> dict[str, float]:
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     dense = found[DENSE]["loss"]
+    metric = found[DENSE].get("metric", "validation loss")
     out = []
     for label, of in found.items():
         # Seeds differ more than codecs do, so each is compared with dense's of the same seed.
@@ -87,7 +90,7 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
             {
                 "way": label,
                 "dense bytes / sent bytes": f"{of['ratio']:.1f}",
-                "validation loss": f"{mean(of['loss'].values()):.4f}",
+                metric: f"{mean(of['loss'].values()):.4f}",
                 "seeds": ", ".join(f"{x:.4f}" for x in of["loss"].values()),
                 "over dense": f"{100 * mean(over):+.2f} %" if over else "",
                 "each seed": ", ".join(f"{100 * x:+.2f}" for x in over),
@@ -117,7 +120,9 @@ def main(argv: list[str] | None = None) -> int:
     elif args.only:
         starts = tuple(s.strip() for s in args.only.split(";"))
         ways = {k: v for k, v in ways.items() if k == DENSE or k.startswith(starts)}
-    name = f"adamw-{args.task}-{args.world}" + (f"-{args.name}" if args.name else "")
+    task, asked = TASKS[args.task], flags.parse("", ["--task", args.task, *shlex.split(args.common)])
+    optimizer = "adamw" if asked.adamw else "sgd"
+    name = f"{optimizer}-{args.task}-{args.world}" + (f"-{args.name}" if args.name else "")
     kept = RESULTS / f"{name}.json"
     record: dict[str, Any] = json.loads(kept.read_text()) if args.save and kept.exists() else {}
     found = record.setdefault("found", {})
@@ -126,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     for seed in map(str, range(args.seeds)):
         for label, way in ways.items():
-            of = found.setdefault(label, {"flags": way, "ratio": 1.0, "loss": {}})
+            of = found.setdefault(label, {"flags": way, "ratio": 1.0, "loss": {}, "metric": task.metric})
             if of["flags"] == way and seed in of["loss"]:
                 continue
             given = [
@@ -144,14 +149,14 @@ def main(argv: list[str] | None = None) -> int:
             record["machine"] = machine()
             if args.save:
                 kept.write_text(compact_json.dumps(record))
-    task, asked = TASKS[args.task], flags.parse("", ["--task", args.task, *shlex.split(args.common)])
+    of_what = f" x {task.TIME} bytes" if hasattr(task, "TIME") else ""
     note = (
         f"{task.title}, {int(found[DENSE]['elements']):,} parameters, {args.world} ranks, {asked.steps} "
-        f"steps of {args.world} x {asked.batch} x {getattr(task, 'TIME', 1)} bytes (flags of all rows: "
+        f"steps of {args.world} x {asked.batch}{of_what} (flags of all rows: "
         f"{args.common or 'none'}); a row is a set of flags of examples/train.py. Over dense: the mean of "
         "what each seed loses to dense with that seed."
     )
-    report(name, "AdamW: loss by bytes", rows(found), note, None)
+    report(name, f"{optimizer}: {task.metric} by bytes", rows(found), note, None)
     if args.save:
         kept.write_text(compact_json.dumps(record))
         (RESULTS / f"{name}.md").write_text(with_note(rows(found), note))

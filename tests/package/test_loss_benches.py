@@ -96,6 +96,25 @@ def test_it_measures_what_is_missing(
     assert files(tmp_path) == (record, table), "rows of other lengths are not mixed"
 
 
+@pytest.mark.parametrize(
+    ("task", "common", "file", "says"),
+    [
+        ("cnn", "--steps 2", "sgd-cnn-2", "| accuracy |"),
+        ("lm", "--steps 2", "sgd-lm-2", "| validation loss |"),
+        ("lm", COMMON, "adamw-lm-2", "| validation loss |"),
+        ("gpt", "--steps 2", "adamw-gpt-2", "| validation loss |"),
+    ],
+)
+def test_the_optimizer_is_in_the_name_and_the_metric_in_the_table(
+    task: str, common: str, file: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_adamw, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_adamw, "measure", lambda *_: {"loss": 0.5, "ratio": 8.0, "elements": 10})
+    given = ["--world", "2", "--task", task, "--only", "gradient, int4", "--seeds", "1", "--save"]
+    assert bench_adamw.main([*given, "--common", common]) == 0
+    assert says in (tmp_path / f"{file}.md").read_text()
+
+
 TIMES = {
     "title": "Outer: GRU language model, 2 hosts of a rank, 100 Mbit/s",
     "rows": [

@@ -48,7 +48,7 @@ def test_what_is_committed_is_compact_and_its_table_says_the_same(file: Path) ->
     pytest.importorskip("torch")
     from benchmarks import bench_adamw, bench_outer
 
-    bench = bench_adamw if file.stem.startswith("adamw") else bench_outer
+    bench = bench_adamw if file.stem.startswith(("adamw", "sgd")) else bench_outer
     note = table.splitlines()[-1]
     rows = bench_outer.rows_at_equal_time if file.stem.startswith("outer-time") else bench.rows
     assert table == common.with_note(rows(record["found"]), note)
