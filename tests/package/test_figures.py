@@ -187,6 +187,33 @@ def test_the_goals_of_adamw() -> None:
         check(signed(rows[row]), figures, " ".join(row))
 
 
+def means_and_seeds(cell: str) -> list[str]:
+    return re.findall(r"\d\.\d{4}", cell)
+
+
+def test_the_goal_of_sgd() -> None:
+    """What the row of the goals and the table of LocalError say, in the order in which they say it."""
+    topk, local = "topk 2.9 %, 4 bits", "local error, topk 2.9 %, 4 bits"
+    rows = {(row[0], row[1]): row[3] for row in table(ACCURACY, "bytes | optimizer")[1:]}
+    quoted = means_and_seeds(rows["1/100", "SGD, CNN and LSTM, one setting"])
+
+    def figures(task: str, *labels: str) -> list[float]:
+        each = [list(found(f"sgd-{task}-2")[label]["loss"].values()) for label in labels]
+        return [x for losses in each for x in ([mean(losses), *losses] if len(losses) > 1 else losses)]
+
+    tried = ("topk 8.4 to 2.3 %, 4 bits", "topk 2.9 %, 4 bits, by layer", "deadzone 0.32 bits")
+    tried += ("powersgd, rank 4", "topk 3.6 %, 2 bits", "local error, topk 3.6 %, 2 bits")
+    expected = [*figures("lstm", local, "dense"), *figures("cnn", local, "dense")]
+    check(quoted, [*expected, *figures("lstm", topk, *tried)], "the goal of SGD")
+    _, *models = table(LOCAL, "model | metric")
+    for task, (_, _, *cells) in zip(("lstm", "cnn"), models, strict=True):
+        check(means_and_seeds(" ".join(cells)), figures(task, "dense", topk, local), task)
+    for task in ("lstm", "cnn"):  # "reached": no worse than the worst seed without compression
+        better = min if task == "cnn" else max
+        worst = better(found(f"sgd-{task}-2")["dense"]["loss"].values())
+        assert better(mean(found(f"sgd-{task}-2")[local]["loss"].values()), worst) == worst
+
+
 FEW_EXCHANGES = {
     "averaging": "averaging",
     "averaging, with a delay of a third of the steps": "averaging, delay 1/3",
