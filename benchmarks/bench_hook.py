@@ -84,35 +84,53 @@ def rank_main(rank: int, world: int, store: str, args: argparse.Namespace, resul
     dist.destroy_process_group()
 
 
+def measure(args: argparse.Namespace, world: int) -> tuple[list[dict[str, Any]], int]:
+    """The rows of this number of ranks, and the blocks that were allocated after the first steps."""
+    with tempfile.TemporaryDirectory() as room, mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(rank_main, (world, f"{room}/store", args, results), nprocs=world)
+        times, sent, allocations = results["times"], results["bytes"], results["allocations"]
+    plain = summary(times["plain DDP"]).median
+    rows = [
+        {
+            "ranks": world,
+            "hook": name,
+            "ms a step": str(summary(t)),
+            "/ plain DDP": summary(t).median / plain,
+            "bytes sent a step": round(sent.get(name, 4 * elements(args))),
+        }
+        for name, t in times.items()
+    ]
+    return rows, sum(allocations)
+
+
+def elements(args: argparse.Namespace) -> int:
+    return sum(p.numel() for p in model(args.width, args.depth).parameters())
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_hook", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_hook",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--width", type=int, default=1024, help="of each square layer (default 1024)")
     parser.add_argument("--depth", type=int, default=6, help="layers (default 6: 6.3 million parameters)")
     parser.add_argument("--batch", type=int, default=128, help="rows a rank (default 128)")
     parser.add_argument("--steps", type=int, default=5, help="steps before the next one's turn (default 5)")
     parser.add_argument("--repeats", type=int, default=20, help="turns (default 20)")
-    parser.add_argument("--world", type=int, default=2, help="ranks, one thread each (default 2)")
+    parser.add_argument("--world", type=int, nargs="+", default=[2], help="ranks, a thread each (default 2)")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/hook.{md,json}")
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as room, mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(rank_main, (args.world, f"{room}/store", args, results), nprocs=args.world)
-        times, sent, allocations = results["times"], results["bytes"], results["allocations"]
-    plain = summary(times["plain DDP"]).median
-    n = sum(p.numel() for p in model(args.width, args.depth).parameters())
-    rows = [
-        {
-            "hook": name,
-            "ms a step": str(summary(t)),
-            "/ plain DDP": summary(t).median / plain,
-            "bytes sent a step": round(sent.get(name, 4 * n)),
-        }
-        for name, t in times.items()
-    ]
+    rows, allocated = [], 0
+    for world in args.world:
+        more, blocks = measure(args, world)
+        rows += more
+        allocated += blocks
     note = (
-        f"{n:,} parameters, batch {args.batch} a rank, {args.world} ranks with one thread each over loopback "
+        f"{elements(args):,} parameters, batch {args.batch} a rank, ranks with one thread each over loopback "
         f"(Gloo), forward and backward; median [quartiles] of {args.repeats} turns of {args.steps} steps. "
-        f"Blocks allocated after the first four steps: {sum(allocations)}."
+        f"Blocks allocated after the first four steps: {allocated}."
     )
     report("hook", "The step with and without the hook", rows, note, RESULTS if args.save else None)
 
