@@ -274,6 +274,7 @@ def test_the_losses_of_what_users_get() -> None:
             "the transformer after 120 s",
             {"steps at 100 Mbit/s": "gpt-100mbit", "steps with 50 ms": "gpt-100mbit-50ms"},
         ),
+        ("10 Mbit/s and 50 ms: the transformer after 120 s", {"steps": "gpt-10mbit-50ms"}),
     ],
 )
 def test_the_losses_at_equal_time(head: str, links: dict[str, str]) -> None:
@@ -292,6 +293,9 @@ def test_the_losses_at_equal_time(head: str, links: dict[str, str]) -> None:
                 assert of and int(steps) == of["steps"], label
                 check([loss], [mean(of["loss"].values())], label)
     assert {row[0] for row in rows} >= {"plain DDP"}
+    if len(links) == 1:  # every row of the file
+        (link,) = links.values()
+        assert len(rows) == len(found(f"outer-time-{link}"))
 
 
 def test_the_sentences_at_equal_time() -> None:
@@ -314,6 +318,12 @@ def test_the_sentences_at_equal_time() -> None:
         slow[f"{way}, 90 s"]["loss"]["0"] for way in ("Outer, every 30", "DDP, default topk, every 1")
     )
     assert below and rounds_to(below[1], 100 * (1 - ours / hook))
+    far = {label: of["loss"]["0"] for label, of in found("outer-time-gpt-10mbit-50ms").items()}
+    ours = far["LocalError, deadzone, every 30, 120 s"]
+    said = re.search(r"best: (\d\.\d) % below the hook and (\d\.\d) % below Outer", OUTER)
+    others = (far[f"{way}, 120 s"] for way in ("DDP, default topk, every 1", "Outer, every 30"))
+    assert said
+    check(list(said.groups()), [100 * (1 - ours / other) for other in others], "10 Mbit/s and 50 ms")
     here, there = (found(f"outer-time-100mbit{x}")["Outer, every 30, 20 s"] for x in ("", "-run"))
     assert here["loss"] == there["loss"]
     said = re.search(
