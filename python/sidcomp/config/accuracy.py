@@ -49,6 +49,7 @@ _SGD = {("GRU", 2): 1.6}
 _ADAMW = {
     ("GRU", 2): 0.2,
     ("GRU", 4): 0.7,
+    ("GRU", 8): 1.0,
     ("transformer", 2): 1.6,
     ("transformer", 4): 7.9,
     ("transformer", 8): 3.2,
@@ -80,7 +81,7 @@ ADAPTIVE = (
         {
             ("GRU", 2): 0.1,
             ("GRU", 4): 0.3,
-            ("GRU", 8): -0.2,
+            ("GRU", 8): 0.2,
             ("transformer", 2): -0.7,
             ("transformer", 4): -2.1,
             ("transformer", 8): -2.1,
