@@ -440,6 +440,13 @@ def test_eight_ranks() -> None:
         quoted = re.search(r"(\d\.\d) % above plain DDP(?:'s \(three seeds\)| at a fortieth)", text)
         assert quoted
         check([quoted[1]], [means["local error, default"]], "eight ranks")
+    gru = over("adamw-lm-8", "local error, default")
+    quoted = re.search(r"The GRU ends (\d\.\d) % below \((.*?)\): reached", ACCURACY)
+    assert quoted
+    check([f"-{quoted[1]}", *signed(quoted[2])], [mean(gru), *gru], "the GRU on eight ranks")
+    quoted = re.search(r"on the GRU it is (\d\.\d) % below \(three seeds\)", LOCAL)
+    assert quoted
+    check([f"-{quoted[1]}"], [mean(gru)], "the GRU on eight ranks")
     below = re.search(r"\[(\d\.\d) % below plain DDP\]", LOCAL)
     assert below
     check([f"-{below[1]}"], [means["gradient, int4"]], "int4 on eight ranks")
