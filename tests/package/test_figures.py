@@ -274,6 +274,7 @@ def test_the_losses_of_what_users_get() -> None:
             "the transformer after 120 s",
             {"steps at 100 Mbit/s": "gpt-100mbit", "steps with 50 ms": "gpt-100mbit-50ms"},
         ),
+        ("10 Mbit/s and 50 ms: the GRU after 90 s", {"steps": "10mbit-50ms"}),
         ("10 Mbit/s and 50 ms: the transformer after 120 s", {"steps": "gpt-10mbit-50ms"}),
     ],
 )
@@ -324,6 +325,11 @@ def test_the_sentences_at_equal_time() -> None:
     others = (far[f"{way}, 120 s"] for way in ("DDP, default topk, every 1", "Outer, every 30"))
     assert said
     check(list(said.groups()), [100 * (1 - ours / other) for other in others], "10 Mbit/s and 50 ms")
+    gru = {label: of["loss"]["0"] for label, of in found("outer-time-10mbit-50ms").items()}
+    said = re.search(r"On the GRU it is (\d+) % below the hook there", OUTER)
+    share = gru["LocalError, deadzone, every 10, 90 s"] / gru["DDP, default topk, every 1, 90 s"]
+    assert said
+    check([said[1]], [100 * (1 - share)], "10 Mbit/s and 50 ms, the GRU")
     here, there = (found(f"outer-time-100mbit{x}")["Outer, every 30, 20 s"] for x in ("", "-run"))
     assert here["loss"] == there["loss"]
     said = re.search(
