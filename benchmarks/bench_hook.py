@@ -1,6 +1,6 @@
 """What the hook itself costs: the step under plain DDP, and under DDP with sidcomp's hook, on loopback.
 
-All wrap equal models in the same two processes and take turns, a few steps each, so that what else happens on
+All wrap equal models in the same processes and take turns, a few steps each, so that what else happens on
 the machine meets them alike. With `none` the hook does what plain DDP does; the difference is its own cost.
 Torch's own hook that does this, in C++, stands beside it: a hook has to divide the gradients by the number of
 ranks, where plain DDP does so while it copies them into its buckets.
@@ -74,7 +74,9 @@ def rank_main(rank: int, world: int, store: str, args: argparse.Namespace, resul
     if rank == 0:
         results["times"] = times
         stats = [s.stats() for s in states]
-        results["bytes"] = {n: s["sent_bytes"] / s["steps"] for n, s in zip(names[2:], stats, strict=True)}
+        results["bytes"] = {
+            n: s["sent_bytes"] / s["steps"] for n, s in zip(names[-len(stats) :], stats, strict=True)
+        }
         results["allocations"] = [b - a for a, b in zip(allocated, again, strict=True)]
     for state in states:
         state.close()

@@ -1,6 +1,7 @@
 #!/bin/bash
 # The tests without the slow ones, on two cores in about half the time: those of the hook and of the other doors, most of
-# which wait for processes, beside all others; then, alone, those that time a network. PYTHON and the arguments of pytest are the caller's.
+# which wait for processes, beside all others; then, alone, those that time a network. PYTHON and the arguments of pytest
+# are the caller's.
 set -u
 cd "$(dirname "$0")/.."
 timed=(tests/package/test_netlab.py)

@@ -299,6 +299,24 @@ def test_the_losses_at_equal_time(head: str, links: dict[str, str]) -> None:
         assert len(rows) == len(found(f"outer-time-{link}"))
 
 
+def test_the_times_over_a_slow_and_distant_link() -> None:
+    """The mean times of both files, all but those without communication."""
+    named = {
+        **WAYS,
+        "DDP's hook, `State()`": "DDP, default topk",
+        "the same, `delay=1`": "LocalError, deadzone, delay",
+    }
+    head, *rows = table(OUTER, "| exchange every | GRU | transformer |")
+    for task, column in (("", head.index("GRU")), ("gpt-", head.index("transformer"))):
+        file = ROOT / "benchmarks" / "results" / f"outer-lab-{task}10mbit-50ms.json"
+        means = {(r["way"], int(r["every"])): float(r["mean"]) for r in json.loads(file.read_text())["rows"]}
+        del means["no communication", 1]
+        shown = {(named[row[0]], steps_between(row[1])): row[column].replace(",", "") for row in rows}
+        shown = {key: text for key, text in shown.items() if text != "not measured"}
+        assert set(shown) == set(means)
+        check(list(shown.values()), [means[key] for key in shown], file.stem)
+
+
 def test_the_sentences_at_equal_time() -> None:
     slow = found("outer-time-10mbit")
     later = re.findall(r"at (\d\.\d+) after (\d00) s \((\d+) steps\)", OUTER)
