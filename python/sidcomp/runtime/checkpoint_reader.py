@@ -290,14 +290,15 @@ class _Reader:
             if t.shape[1] != sizes[name]:
                 self.wrong(f"residuals[{name!r}]", t, f"of {sizes[name]} elements, as the parameter is")
         keeps = bool(vectors) and s.get("codec") is not None and not _keeps_nothing(s["codec"])
-        # With a plan, residuals may be unassigned, waiting for a group that takes them. Dense groups may have
-        # momenta.
+        # With a plan, residuals may be unassigned, waiting for a group that takes them: of a part of a dense
+        # group, where the plan sends its other parameters uncompressed. Dense groups may have momenta.
         planned = s.get("controller") is not None or s.get("codec") == "auto" or s.get("groups") in PLANNED
         waits = planned or find_memory(s["memory"]).momentum
         for i, g in enumerate(s["layout"]):
             lack = [n for n in g["names"] if n not in s["residuals"]]
             candidate = g.get("way", DENSE if g.get("dense") else 0)
-            if lack and ((keeps and candidate == 0) or len(lack) < len(g["names"])):
+            partly = len(lack) < len(g["names"]) and not (waits and candidate == DENSE)
+            if lack and ((keeps and candidate == 0) or partly):
                 self.fail(f"there is no residuals[{lack[0]!r}], of a parameter of layout[{i}]")
             if not lack and candidate == DENSE and not waits:
                 self.fail(
