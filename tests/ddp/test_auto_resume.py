@@ -19,12 +19,15 @@ from harness import run
 from sidcomp.autotune import controller, journal, probe
 from sidcomp.autotune.controller import Controller
 from sidcomp.runtime.checkpoint import Resume
-from test_auto import SLOW_DENSE, Costs, Training, candidates, check
+from test_auto import Costs, Training, candidates, check
 
 # What a resumed run measures again: DDP forms its buckets, which takes 4 steps and one to change groups; then
-# a step for the hooks and a turn that was begun, or a pair of windows that was begun, of up to 12 steps.
-SETTLE, TURN, PAIR = 5, 3, 13
-HOW: dict[str, Any] = {"slow": SLOW_DENSE, "candidates": ["topk"], "warmup": 0}
+# a step for the hooks and a turn that was begun, or a pair of windows that was begun, of up to 12 steps. Of a
+# run that had settled the test takes three.
+SETTLE, TURN, PAIR, AFTER = 5, 3, 13, 3
+# Plain DDP takes 4.5 times as long as computing, so two turns are measured.
+SLOW: Costs = {"all_reduce": 3e-8}
+HOW: dict[str, Any] = {"slow": SLOW, "candidates": ["topk"], "warmup": 0}
 
 
 class Probed:
@@ -78,7 +81,11 @@ def cut(rank: int, world: int, how: dict[str, Any], every: int) -> tuple[int, di
             t.step()
             saved.append((stage(t), taken(t)))
         whole = t.report()
-    for at, (was, data) in list(enumerate(saved, 1))[2::every]:
+    several = dict(list(enumerate(saved, 1))[2::every])
+    for at, one in enumerate(saved, 1):
+        if one[0] not in {was for was, _ in several.values()}:  # a stage of a step or two
+            several[at] = one
+    for at, (was, data) in sorted(several.items()):
         probed = Probed()
         with Training(rank, **how) as t:
             given(t, data)
@@ -96,20 +103,21 @@ def cut(rank: int, world: int, how: dict[str, Any], every: int) -> tuple[int, di
 
 @pytest.mark.parametrize("groups", ["auto", pytest.param("mergecomp", marks=pytest.mark.slow)])
 def test_finding_goes_on_where_the_checkpoint_was(groups: str) -> None:
-    how = HOW if groups == "auto" else {"codec": "topk", "groups": groups, "slow": SLOW_DENSE}
+    how = HOW if groups == "auto" else {"codec": "topk", "groups": groups, "slow": SLOW}
     (n, whole, runs), (_, _, others) = run(cut, 2, how, 6 if groups == "auto" else 4)
     again = {
         "settling": SETTLE,
         "measuring": SETTLE + TURN,
         "verifying": SETTLE + PAIR,
         "searching": SETTLE + TURN,
+        "settled": AFTER,
     }
     observed = set()
     for (at, was, steps, probed, r), (*_, other) in zip(runs, others, strict=True):
         check(r)
         observed.add(was)
         text = f"saved in step {at}, {was}: {steps} steps in all, {n} without a break\n{r['explain']}"
-        assert steps <= n + again.get(was, 1), text
+        assert steps <= n + again[was], text
         assert probed == (was in ("settling", "measuring")), f"costs were measured {probed} times; {text}"
         assert candidates(r) == candidates(whole) and len(r["tried"]) == len(whole["tried"]), text
         assert r["log"] == other["log"] and r["log"].count("measuring codecs and exchanges") == 1, text
@@ -134,6 +142,35 @@ def in_pieces(rank: int, world: int) -> dict[str, Any]:
 
 def test_a_run_that_is_always_cut_short_finds_its_plan() -> None:
     for r in run(in_pieces, 2):
+        check(r)
+        assert candidates(r) == {"topk"}
+
+
+def partly_held(rank: int, world: int) -> dict[str, Any]:
+    """As with a plan that sends one parameter uncompressed. In a window of plain DDP it has no residual,
+    while those of the others in its bucket wait."""
+    with Training(rank, **HOW) as t:
+        while not (
+            stage(t) == "verifying"
+            and t.state._engine.regime == controller.PLAIN
+            and t.state.state_dict()["residuals"]
+        ):
+            t.step()
+        state = t.state.state_dict()
+        assert len(state["layout"][0]["names"]) > 1
+        del state["residuals"][state["layout"][0]["names"][0]]
+    with Training(rank, **HOW) as t:
+        t.state.load_state_dict(state)
+        t.step()
+        now = t.state.state_dict()["residuals"]
+        assert now.keys() == state["residuals"].keys()
+        assert all(torch.equal(now[k], state["residuals"][k]) for k in now)
+        until_it_settles(t)
+        return t.report()
+
+
+def test_a_part_of_an_uncompressed_group_may_have_residuals() -> None:
+    for r in run(partly_held, 2):
         check(r)
         assert candidates(r) == {"topk"}
 
@@ -333,8 +370,14 @@ def test_the_former_name_of_a_stage_still_loads() -> None:
 # ------------------------------------------------------------------------------------------------
 
 LINK: Costs = {"all_reduce": (1e-4, 2e-7), "all_gather": (1e-4, 2e-7)}
+# Plain DDP takes 11 times as long as the plan: the steps of two pairs of windows, three of them plain DDP's.
+FAR = (2 + 1 + 12) + (22 + 1)
 FAST: Costs = {"all_reduce": (1e-5, 1e-9), "all_gather": (1e-5, 1e-9)}
 CODEC: Costs = {"encode": (1e-4, 2e-8), "decode": (1e-5, 1e-9)}
+
+
+def compresses(report: dict[str, Any]) -> bool:
+    return "topk" in candidates(report)
 
 
 class Changing:
@@ -360,20 +403,20 @@ class Changing:
 def disturbed(rank: int, world: int) -> list[dict[str, Any]]:
     c = Changing(rank)
     c.go(80, 1, LINK)
-    c.go(50, 2, LINK)  # a neighbour takes half of everything
+    c.go(70, 2, LINK)  # a neighbour takes half of everything
     c.go(150, 1, LINK)
-    c.go(40, 3, LINK)
+    c.go(60, 3, LINK)
     return c.said
 
 
 def test_a_neighbour_does_not_cost_a_plan() -> None:
     for calm, busy, after, again in run(disturbed, 2):
         for r in (calm, busy, after, again):
-            assert candidates(r) == {"topk"}
+            assert compresses(r)
             assert r["finding_steps"] == calm["finding_steps"], "the plan was looked for again"
         assert not calm["compared"]
         (first,) = busy["compared"]
-        assert first["kept"] and busy["stages"].count("comparing") == first["steps"] == 19
+        assert first["kept"] and busy["stages"].count("comparing") == first["steps"] == FAR
         assert 1.9 < first["measured_ps"] / busy["measured_ps"] < 2.1
         assert after["compared"] == [first], "that the neighbour left is no reason to doubt the plan"
         assert "it stays" in busy["text"] and "it stays" in busy["log"][-1]
@@ -391,7 +434,7 @@ def relinked(rank: int, world: int) -> list[dict[str, Any]]:
 
 def test_a_plan_goes_with_a_link_that_became_fast_and_comes_back() -> None:
     for slow, fast, again in run(relinked, 2):
-        assert [candidates(r) for r in (slow, fast, again)] == [{"topk"}, {"dense"}, {"topk"}], again["log"]
+        assert [compresses(r) for r in (slow, fast, again)] == [True, False, True], again["log"]
         (given_up,) = fast["compared"]
         assert not given_up["kept"] and given_up["against_ps"] < 0.8 * given_up["measured_ps"]
         assert any("it is given up" in line for line in fast["log"])
@@ -401,7 +444,7 @@ def test_a_plan_goes_with_a_link_that_became_fast_and_comes_back() -> None:
 def never_doubted(rank: int, world: int) -> list[dict[str, Any]]:
     controller._LONGEST = 150
     c = Changing(rank)
-    c.go(360, 1, LINK)
+    c.go(400, 1, LINK)
     return c.said
 
 
@@ -422,15 +465,15 @@ def noisy(rank: int, world: int) -> tuple[list[dict[str, Any]], int]:
 
 @pytest.mark.slow
 def test_comparing_is_bounded() -> None:
-    """A comparison takes 91 steps at most, and each is twice as far away as the one before."""
+    """A comparison takes 129 steps at most, and each is twice as far away as the one before."""
     for (r,), steps in run(noisy, 2):
-        assert candidates(r) == {"topk"}
-        assert all(x["kept"] and x["steps"] <= 91 for x in r["compared"])
+        assert compresses(r)
+        assert all(x["kept"] and x["steps"] <= FAR + 91 for x in r["compared"])
         gaps = [60 * 2**i for i in range(len(r["compared"]))]
         starts = [x["step"] - x["steps"] for x in r["compared"]]
         ends = [x["step"] for x in r["compared"]]
         assert all(b - a >= gap for a, b, gap in zip(ends, starts[1:], gaps[1:], strict=False))
-        assert steps <= 91 * len(r["compared"]) + 91
+        assert steps <= (FAR + 91) * (len(r["compared"]) + 1)
 
 
 def compared_again(rank: int, world: int, room: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -438,7 +481,7 @@ def compared_again(rank: int, world: int, room: str) -> tuple[dict[str, Any], di
     c.go(40, 1, LINK)
     while stage(c.t) != "comparing":
         c.go(1, 2, LINK)
-    c.go(15, 2, LINK)  # in the dense window of the second pair
+    c.go(FAR - 1, 2, LINK)  # in the dense window of the second pair
     assert c.t.state._engine.regime == controller.PLAIN
     data = taken(c.t)
     c.t.state.close()
@@ -455,7 +498,7 @@ def test_a_checkpoint_of_a_comparison_goes_on_with_it(tmp_path: Path) -> None:
     for early, late in run(compared_again, 2, str(tmp_path)):
         assert early["stages"] == ["comparing"] * 3
         check(late)
-        assert candidates(late) == {"topk"}
+        assert compresses(late)
         (one,) = late["compared"]
-        assert one["kept"] and one["pairs"] == 2 and one["steps"] <= 19 + SETTLE + PAIR
+        assert one["kept"] and one["pairs"] == 2 and one["steps"] <= FAR + SETTLE + FAR
         assert late["finding_steps"] == early["finding_steps"]

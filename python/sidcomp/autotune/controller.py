@@ -42,15 +42,16 @@ COMPARING = "comparing"  # now and then: the plan in turns with the baseline
 FOUND = (SETTLED, WARMING)
 
 _TURNS = 6  # steps of plain DDP, and steps with all exchanges after backward()
-_FEW = 2  # turns after which the ranks agree on how many are needed
-_LONG = 3
+_FEW = 2  # turns after which it is certain how many are needed
+_LONG, _FAR = 2, 6
 # How many turns where plain DDP takes more than so many times as long as computing: overlap matters less.
-_FEWER = ((_LONG, _FEW), (1.5, 4))
+_FEWER = ((_FAR, 1), (_LONG, _FEW), (1.5, 4))
 _STEPS = 8  # timed steps of a plan that is not verified
 _WINDOW = 4  # timed steps of a window
-# Timed steps of the faster and of the slower one in the first two pairs, where one is expected to take _LONG
-# times as long as the other. Two such pairs decide if no steps overlap: by chance 1 time in 45^2.
-_UNEVEN = 8, 2
+# Timed steps of the faster and of the slower one in the first two pairs, where one is expected to take more
+# than so many times as long. They decide if no steps overlap: by chance 1 time in 91 * 23, or in 45^2.
+_UNEVEN = ((_FAR, ((12, 2), (22, 1))), (_LONG, ((8, 2), (8, 2))))
+_CLEARLY = 1.5  # the pairs must then show at least this ratio, else they do not count
 _BETTER = 0.97  # share of the time of a plan that has won, below which another one is tried
 _CHECK_EVERY = 50  # steps between two checks of the step time
 _DRIFT = 1.25  # steps this many times as slow, twice in a row, mean that something has changed
@@ -58,9 +59,9 @@ _FASTER = 1.1  # as do steps this many times as fast: a faster link helps plain 
 _FIRST_PAUSE = 500  # steps before the first comparison; doubled each time the plan stays
 _LONGEST = 16_000  # the most steps without a comparison
 _LINES = 3  # of progress where stderr is no terminal, beside the first line and the decision
-# Of the time of a thousand steps, each as long as the geometric mean of a step of plain DDP and of its
-# computing.
-_PROBE_SHARE = 0.01
+# Of the time of a thousand steps, each as long as the geometric mean of computing and of a step of plain DDP,
+# which counts for at most _LONG times computing.
+_PROBE_SHARE = 0.008
 # Of the planners. Cupcake searches for as long as the paper lets it, some seconds, and starts from two even
 # groups (its section 4.2).
 _CUPCAKE = {"groups": 2, "work_limit": 400_000_000}
@@ -177,6 +178,8 @@ class Controller:
         self._replaying = False  # the script repeats what it did before the checkpoint
         self._kept: Regime | None = None  # the result; None: nothing yet
         self._watched = Watch()
+        self._plain: list[Iteration] = []  # the last steps of plain DDP before the search
+        self._recorder: measurement.Recorder | None = None
         self._disturbed = True
         self._layout: Callable[[], Layout | None] = lambda: None  # weak: the script keeps this object alive
         self._mark = self._entered = 0
@@ -198,6 +201,7 @@ class Controller:
             return self._between(p)
         except Exception:
             self._watched = Watch()
+            self._record(None)
             self._script = self._settled(self.base, "measuring failed; State.error holds the exception")
             self._order = next(self._script)
             raise
@@ -480,11 +484,19 @@ class Controller:
     def _settle(self, hold: bool) -> Script:
         """Waits until DDP has formed its final buckets. hold: residuals wait for a plan."""
         self.report.stage = "settling"
-        clean = 0
-        while clean < 2:
+        self._plain = []
+        while len(self._plain) < _FEW:
             it = yield Order(PLAIN, hold=hold)
             assert self._p is not None
-            clean = clean + 1 if it.clean and self._p.settled else 0
+            self._plain = [*self._plain, it] if it.clean and self._p.settled else []
+            if len(self._plain) == 1 and self._p.layout is not None:
+                self._record(measurement.Recorder(self._p.layout))  # complete from the next step on
+
+    def _record(self, recorder: measurement.Recorder | None) -> None:
+        """Takes this recorder in place of the one before."""
+        if self._recorder is not None:
+            self._recorder.close()
+        self._recorder = recorder
 
     def _explore(self, order: Order) -> Generator[Order, Iteration, Iteration]:
         """Runs one iteration of the search or of a comparison, and counts its time."""
@@ -543,7 +555,7 @@ class Controller:
         lost: list[Regime] = []
         measured = 0  # pairs of windows
         for attempt in range(3):
-            if measured >= FUTILE:  # the search has taken some 60 steps
+            if measured + 2 > FUTILE:  # with two more pairs it would take more than some 60 steps
                 break
             # The model is not exact, so a plan that it predicts to be a little slower is tried once. Beside a
             # plan that has won, only one is worth its windows that is predicted to be clearly faster.
@@ -557,7 +569,8 @@ class Controller:
                 f"{found['time_ps'] * 1e-9:.1f} ms a step against {to_beat * 1e-9:.1f} ms",
                 stage=True,
             )
-            e = yield from self._verify(model, found, best, found["time_ps"] / to_beat)
+            most = FUTILE - measured if attempt else None
+            e = yield from self._verify(model, found, best, found["time_ps"] / to_beat, most)
             pairs = e["pairs"]
             measured += len(pairs)
             won = bool(is_faster(pairs, WORTH))
@@ -598,10 +611,15 @@ class Controller:
         return found
 
     def _verify(
-        self, model: measurement.Model, found: dict[str, Any], other: Regime, expected: float
+        self,
+        model: measurement.Model,
+        found: dict[str, Any],
+        other: Regime,
+        expected: float,
+        most: int | None,
     ) -> Generator[Order, Iteration, Entry]:
         """Alternates between a plan and the best one before it. expected: the time of the plan over the
-        other's."""
+        other's. most: how many pairs of windows; None: until they decide."""
         e, regime, groups = self._next("pairs", plan_hash(found)), self._regime(found), len(found["ends"])
         width = 3 * groups + 1
 
@@ -611,7 +629,8 @@ class Controller:
                 e["rows"].append(measurement.took(model, found, it.observed))
 
         if not e["done"]:
-            yield from self._turns(regime, other, e["pairs"], expected, note, WORTH)
+            before = [it.interval for it in self._plain] if other == PLAIN else []
+            yield from self._turns(regime, other, e["pairs"], expected, note, WORTH, most, before)
             rows = [row for row in e["rows"] if len(row) == width]
             e["took"] = self._agree([int(median(c)) for c in zip(*rows, strict=True)]) if rows else []
             e["rows"], e["done"] = [], True
@@ -625,27 +644,35 @@ class Controller:
         expected: float = 1.0,
         note: Callable[[Iteration], None] | None = None,
         worth: float = 1.0,
+        most: int | None = None,
+        before: Sequence[int] = (),
     ) -> Script:
-        """Adds pairs of windows of two regimes until they decide. A pair counts only if both of its windows
-        were measured one after the other: a pair that a checkpoint interrupted is measured again. expected:
-        the time of a step of the first regime over one of the second; the same on all ranks. worth: as of
-        `is_faster`."""
-        while is_faster(pairs, worth) is None:
-            size = dict.fromkeys((True, False), _WINDOW)
-            if len(pairs) < 2 and not 1 / _LONG < expected < _LONG:
-                size[expected < 1], size[expected > 1] = _UNEVEN
-            windows = {}
+        """Adds pairs of windows of two regimes until they decide, or until there are `most`. A pair counts
+        only if both of its windows were measured one after the other: a pair that a checkpoint interrupted is
+        measured again. expected: the time of a step of the first regime over one of the second; the same on
+        all ranks. worth: as of `is_faster`. before: ns of steps of the second regime shortly before: its
+        first window, where the first regime is expected to be faster by far."""
+        apart = max(expected, 1 / expected)
+        sizes = next((pairs for times, pairs in _UNEVEN if apart > times), ())
+        slow = expected > 1  # which of the two is expected to be slower: True is the first
+        while (most is None or len(pairs) < most) and is_faster(pairs, worth) is None:
+            uneven = sizes[len(pairs)] if len(pairs) < len(sizes) else ()
+            size = {slow: uneven[1], not slow: uneven[0]} if uneven else dict.fromkeys((True, False), _WINDOW)
+            windows = {False: list(before)} if uneven and not slow and not pairs and before else {}
+            size |= {which: len(times) for which, times in windows.items()}
             for which in ((True, False), (False, True))[len(pairs) % 2]:
-                times: list[int] = []
+                times = windows.setdefault(which, [])
                 while len(times) < size[which]:
                     it = yield from self._explore(Order(tried if which else other, hold=True))
-                    if it.clean:
+                    if it.clean or (uneven and which == slow):  # beside its length a change costs nothing
                         times.append(it.interval)
-                        if which and note is not None:
-                            note(it)
-                windows[which] = times
+                    if it.clean and which and note is not None:
+                        note(it)
             both = self._agree_on_steps(windows[True] + windows[False])
             pairs.append([both[: size[True]], both[size[True] :]])
+            if uneven and len(pairs) == len(sizes) and gain(pairs) ** (1 if slow else -1) < _CLEARLY:
+                pairs.clear()  # the expectation was wrong, so the windows must be alike
+                sizes = ()
 
     def _mergecomp(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
         """Runs MergeComp's Algorithm 2 as published: on measured iterations, at the start of training."""
@@ -672,6 +699,7 @@ class Controller:
         """Continues with the result while it is worth it, then searches again. kept: the regime to save, if
         `regime` holds the groups of a checkpoint."""
         self._replaying = False
+        self._record(None)
         while True:
             self._kept = kept or regime
             kept, last = None, self._kept
@@ -689,7 +717,7 @@ class Controller:
             self.report.stage = SETTLED
             yield from self._watch(regime, last == self.base)
             self.report.stage = "looking again"
-            self._kept, self._journal = None, Journal()
+            self._kept, self._journal, self._plain = None, Journal(), []
             regime, why = yield from self._find_out()
             pause = self._watched.pause
             self._watched = self._fresh_watch()
@@ -732,7 +760,8 @@ class Controller:
                     return
                 w.comparing, w.taken = True, 0
             r.stage = COMPARING
-            yield from self._turns(self.base, regime, w.pairs)
+            expected = w.base / w.reference if w.base and w.reference else 1.0
+            yield from self._turns(self.base, regime, w.pairs, expected)
             base, own = (int(median(median(p[i]) for p in w.pairs)) for i in (0, 1))
             lost = bool(is_faster(w.pairs))
             assert self._p is not None
@@ -791,7 +820,8 @@ class Controller:
                 return
 
     def _dense_and_alone(self, of: str) -> Generator[Order, Iteration, list[dict[str, Any]]]:
-        """Measures steps of plain DDP, and steps that exchange only after backward(), in turns."""
+        """Measures steps of plain DDP, and steps that exchange only after backward(), in turns. Where plain
+        DDP takes long, its last steps before the search serve."""
         assert self._p is not None and self._p.layout is not None
         self._say(f"measuring {self._p.plain}, and backward() without communication")
         sizes = [len(b.names) for b in self._p.layout.buckets]
@@ -804,12 +834,16 @@ class Controller:
         if len(turns) >= enough:
             return turns
         assert self._p is not None and self._p.layout is not None
-        recorder = measurement.Recorder(self._p.layout)
-        try:
+        if self._recorder is None:
+            self._record(measurement.Recorder(self._p.layout))
             yield from self._explore(Order(PLAIN))  # its first gradients were ready before the hooks
+        recorder = self._recorder
+        assert recorder is not None
+        try:
             while len(turns) < enough:
-                dense, isolated = None, None
-                for deferred in (False, True):
+                known = self._plain[len(turns) :] if enough <= _FEW else []
+                dense, isolated = next(iter(known), None), None
+                for deferred in (True,) if known else (False, True):
                     it = yield from self._explore(Order(PLAIN, deferred))
                     assert it.observed is not None
                     ready = recorder.take(it.observed.arrivals[-1])
@@ -819,16 +853,19 @@ class Controller:
                         dense = it
                 if dense is not None and dense.observed is not None and isolated is not None:
                     turns.append(measurement.turn(dense.interval, dense.observed, isolated))
-                    if len(turns) == _FEW:
+                    if len(turns) <= _FEW:
                         enough = self._enough(turns)
+                    if known and enough > _FEW:  # overlap matters, so the two must come in turns
+                        self._plain = []
+                        turns.clear()
         finally:
-            recorder.close()
+            self._record(None)
         return turns
 
     def _enough(self, turns: list[dict[str, Any]]) -> int:
         """How many turns are needed, the same on all ranks: they agree by the first few."""
-        if len(turns) < _FEW:
-            return _FEW
+        if not turns:
+            return 1
         dense, sooner = self._agree(
             [int(median(t["dense"] for t in turns[:_FEW])), -int(median(t["compute"] for t in turns[:_FEW]))]
         )
@@ -845,7 +882,8 @@ class Controller:
             given, self.given = self.given, None
             reason = given.stale(**self._here()) or measurement.lacks(given, self._p, self.settings)
             if reason is None:
-                times = yield from self._timed(self._p.plain, PLAIN, _STEPS)
+                few = given.dense_ps > _LONG * given.compute_ps
+                times = yield from self._timed(self._p.plain, PLAIN, _FEW if few else _STEPS)
                 reason = given.stale(**self._here(), dense_ps=int(1000 * median(times)))
             if reason is None:
                 self._say("using the profile that was given")
@@ -855,7 +893,8 @@ class Controller:
         dense = int(median(self._agree_on_steps([t["dense"] for t in turns])))
         self._say("measuring codecs and exchanges", stage=True)
         compute = max(1, int(median(t["compute"] for t in turns)))
-        budget = max(0.5, _PROBE_SHARE * 1000 * (min(compute, dense) * dense) ** 0.5 * 1e-9)
+        step = (min(compute, dense) * min(_LONG * compute, dense)) ** 0.5
+        budget = max(0.5, _PROBE_SHARE * 1000 * step * 1e-9)
         assert self._p is not None
         found = measurement.profile(
             self._p, self.settings, turns, dense, budget, self._agree,
