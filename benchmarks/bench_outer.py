@@ -257,7 +257,7 @@ def show(args: argparse.Namespace, name: str, title: str, table: list[dict[str, 
 
 
 def at_equal_tokens(args: argparse.Namespace) -> None:
-    name = f"outer-{args.task}-{args.world}"
+    name = f"outer-{args.task}-{args.world}" + ("" if args.bfloat16 else "-float32")
     ways = args.ways or [way for way in FOR_LOSS if way.startswith(args.only or "")]
     cells: Cells = [(DENSE, DENSE, 1, {"steps": args.steps})]
     for h in args.every or [5, 30]:

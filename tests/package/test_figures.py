@@ -348,6 +348,12 @@ def test_the_sentences_at_equal_time() -> None:
     share = gru["LocalError, deadzone, every 10, 90 s"] / gru["DDP, default topk, every 1, 90 s"]
     assert said
     check([said[1]], [100 * (1 - share)], "10 Mbit/s and 50 ms, the GRU")
+    said = re.search(r"`LocalError` ends at (\S+) and Outer at (\S+), where plain DDP is at (\S+)\.\n", OUTER)
+    rare = ("LocalError, deadzone, every 100", "Outer, every 100", "DDP, every 1")
+    assert said
+    check(list(said.groups()), [gru[f"{way}, 90 s"] for way in rare], "every 100 steps")
+    for way, best in (("LocalError, deadzone", 10), ("Outer", 5), ("DiLoCo", 30)):
+        assert min((5, 10, 30, 100), key=lambda h: gru[f"{way}, every {h}, 90 s"]) == best, way
     here, there = (found(f"outer-time-100mbit{x}")["Outer, every 30, 20 s"] for x in ("", "-run"))
     assert here["loss"] == there["loss"]
     said = re.search(
