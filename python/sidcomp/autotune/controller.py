@@ -489,7 +489,8 @@ class Controller:
             it = yield Order(PLAIN, hold=hold)
             assert self._p is not None
             self._plain = [*self._plain, it] if it.clean and self._p.settled else []
-            if len(self._plain) == 1 and self._p.layout is not None:
+            assert self._p.layout is not None and self._p.exchange is not None
+            if len(self._plain) == 1 and self._p.exchange.world > 1:
                 self._record(measurement.Recorder(self._p.layout))  # complete from the next step on
 
     def _record(self, recorder: measurement.Recorder | None) -> None:
