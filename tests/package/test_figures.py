@@ -219,7 +219,7 @@ FEW_EXCHANGES = {
     "averaging, with a delay of a third of the steps": "averaging, delay 1/3",
     "averaging, `int4`": "averaging, int4",
     "averaging, top-k, payloads of 1/128 of the model's size": "averaging, top-k",
-    "SparseLoCo: the same, and the residual decays": "SparseLoCo",
+    "SparseLoCo with 2 bits: the same, and the residual decays": "SparseLoCo",
     "DiLoCo": "DiLoCo",
     "DiLoCo's momentum over that top-k": "SparseLoCo with DiLoCo's momentum",
 }
