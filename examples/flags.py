@@ -91,6 +91,13 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         action=argparse.BooleanOptionalAction,
         help="with --local-error: lengthen what the noise of a rank's own gradient shortens; so with AdamW",
     )
+    add(
+        "--noise-by-rows",
+        action="store_const",
+        const="rows",
+        dest="noise_correction",
+        help="with --local-error: the same, row by row, by what a rank sees of its own gradients",
+    )
     add("--groups", help="bucket, model, a size such as 4MB, auto; bucket unless given")
     add(
         "--exclude",

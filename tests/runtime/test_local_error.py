@@ -336,14 +336,16 @@ def test_each_rank_may_have_a_scaler_of_its_own() -> None:
     assert first == 2.0**10 and second == 2.0**10  # halved once from twice as much
 
 
-def resumed(rank: int, world: int, stop: int, every: int, delay: int) -> bool:
+def resumed(rank: int, world: int, stop: int, every: int, delay: int, noise: str | None) -> bool:
     """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
 
     def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
         module = network(seed)
         optimizer = OPTIMIZERS["AdamW"](module.parameters())
         with sidcomp.State("topk", density=0.1) as state:
-            local = sidcomp.LocalError(module, optimizer, state, every=every, delay=delay)
+            local = sidcomp.LocalError(
+                module, optimizer, state, every=every, delay=delay, noise_correction=noise
+            )
             if saved is not None:
                 optimizer.load_state_dict(saved["optimizer"])
                 state.load_state_dict(saved["state"])
@@ -367,9 +369,15 @@ def resumed(rank: int, world: int, stop: int, every: int, delay: int) -> bool:
     return same and torch.equal(whole["own"], again["own"])
 
 
-@pytest.mark.parametrize("stop, every, delay", [(4, 1, 0), (4, 1, 1), (4, 3, 0), (5, 3, 1), (6, 3, 1)])
-def test_a_resumed_run_has_the_same_bits(stop: int, every: int, delay: int) -> None:
-    assert all(run(resumed, 2, stop, every, delay))
+@pytest.mark.parametrize(
+    "stop, every, delay, noise",
+    [
+        *[(4, 1, 0, None), (4, 1, 1, None), (4, 3, 0, None), (5, 3, 1, None), (6, 3, 1, None)],
+        *[(4, 1, 0, "rows"), (5, 3, 1, "rows")],
+    ],
+)
+def test_a_resumed_run_has_the_same_bits(stop: int, every: int, delay: int, noise: str | None) -> None:
+    assert all(run(resumed, 2, stop, every, delay, noise))
 
 
 def on_ranks(rank: int, world: int, path: str, first: bool, delay: int) -> float:

@@ -1,6 +1,12 @@
-"""How much larger a rank's own gradient is than the mean of all ranks' gradients."""
+"""How much larger a rank's own gradient is than the mean of all ranks' gradients.
+
+Adam divides by the root of the gradient's second moment. The second moment of a rank's own gradient is
+1 / rho times that of the mean of all ranks, so a rank's own step is sqrt(rho) times as long as it should be.
+On W ranks rho lies between 1 / W (the gradients are only noise) and 1 (they are equal).
+"""
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -15,11 +21,8 @@ _DECAY = 0.9  # of the running sums, in each exchange
 class GradientNoise:
     """Estimates, for each parameter, rho = |mean of the ranks' gradients|^2 / mean of |a rank's gradient|^2.
 
-    Adam divides by the root of the gradient's second moment. The second moment of a rank's own gradient is
-    1 / rho times that of the mean of all ranks, so a rank's own step is sqrt(rho) times as long as it should
-    be. On W ranks rho lies between 1 / W (the gradients are only noise) and 1 (they are equal). The estimate
-    comes from a few elements of each parameter, which the ranks sum in a small all-reduce with each exchange.
-    It is used one exchange later, and it is the same on all ranks.
+    The estimate comes from a few elements of each parameter, which the ranks sum in a small all-reduce with
+    each exchange. It is used one exchange later, and it is the same on all ranks.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -37,6 +40,9 @@ class GradientNoise:
         self._sums = torch.zeros(2, count, device=device)  # of squares: the means', the ranks' own
         self._work: Any = None
         self._find()
+
+    def observe(self) -> None:
+        """Does nothing: samples are of the gradients of an exchange."""
 
     def sample(self) -> None:
         """Starts to exchange samples of the present gradients. Every rank calls it at the same point."""
@@ -79,13 +85,110 @@ class GradientNoise:
         self.land()
         return self._sums.clone()
 
-    def load_state_dict(self, saved: Any) -> None:
+    def load_state_dict(self, saved: Any, steps: int) -> None:
         """Loads a result of `state_dict`. Raises CheckpointError."""
-        if not isinstance(saved, torch.Tensor) or saved.shape != self._sums.shape:
-            raise CheckpointError(
-                f"LocalError: 'noise' is no tensor of shape {tuple(self._sums.shape)}: the dictionary is "
-                "damaged, of another model, or was saved with noise_correction=False"
-            )
+        _check(saved, self._sums)
         self._work = None
         self._sums.copy_(saved)
         self._find()
+
+
+def _check(saved: Any, sums: torch.Tensor) -> None:
+    if not isinstance(saved, torch.Tensor) or saved.shape != sums.shape:
+        raise CheckpointError(
+            f"LocalError: 'noise' is no tensor of shape {tuple(sums.shape)}: the dictionary is damaged, of "
+            "another model or optimizer, or was saved with another noise_correction"
+        )
+
+
+# Optimizers of torch that keep, in state["exp_avg"], the mean of the gradients so far, m = b1 m + (1 - b1) g.
+_WITH_MEAN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+
+
+def keeps_mean(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether RowNoise can read the optimizer's mean of gradients."""
+    betas = (group.get("betas") or (0.0, 0.0) for group in optimizer.param_groups)
+    return isinstance(optimizer, _WITH_MEAN) and all(b1 > 0 for b1, _ in betas)
+
+
+class RowNoise:
+    """Estimates rho for each row of each parameter, from this rank's own gradients: nothing is exchanged, and
+    each rank has an estimate of its own.
+
+    m, which Adam keeps, is a mean of earlier gradients, whose noise is independent of that of the present
+    gradient g. So over the steps the mean of m g is that of mu^2, where mu is the gradient without noise, and
+    the mean of g^2 is that of mu^2 + sigma^2. Then
+
+        rho = (mu^2 + sigma^2 / W) / (mu^2 + sigma^2).
+
+    Both are sums over a row, and running means with the optimizer's second beta. A row is what belongs to one
+    index of the first dimension, such as the weights of one output; a parameter of one dimension is a row.
+    The factors are used in the exchange that follows.
+    """
+
+    def __init__(self, of: Sequence[tuple[torch.optim.Optimizer, torch.Tensor]], world: int) -> None:
+        groups = {id(p): (o, group) for o, _ in of for group in o.param_groups for p in group["params"]}
+        self._of = [(p, *groups[id(p)]) for _, p in of]
+        self._world, self._steps = world, 0
+        rows = [p.shape[0] if p.dim() > 1 else 1 for _, p in of]
+        device = of[0][1].device
+        self._sums = torch.zeros(2, sum(rows), device=device)  # means of m g, and of g g
+        self._now = torch.zeros_like(self._sums)  # of the step that was observed last
+        self._first, self._second = (torch.zeros(sum(rows), device=device) for _ in range(2))  # the betas
+        places = list(pairwise([0, *accumulate(rows)]))
+        self._parts = [[x[a:b] for a, b in places] for x in (*self._now, self._first, self._second)]
+        self._betas: list[tuple[float, float]] = []
+        self._found = torch.ones(sum(rows), device=device)
+        self.factors = [
+            self._found[a:b].view(-1, *[1] * (p.dim() - 1)) for (a, b), (_, p) in zip(places, of, strict=True)
+        ]
+
+    @torch.no_grad()
+    def observe(self) -> None:
+        """Takes in the gradients with which the optimizers have just stepped. Called after each step."""
+        self._steps += 1
+        if self._steps == 1:
+            return  # there was no gradient before
+        betas = [group["betas"] for _, _, group in self._of]
+        if betas != self._betas:
+            self._betas = list(betas)
+            for (b1, b2), first, second in zip(betas, *self._parts[2:], strict=True):
+                first.fill_(b1)
+                second.fill_(b2)
+        for (p, optimizer, group), both, own in zip(self._of, *self._parts[:2], strict=True):
+            m = optimizer.state[p].get("exp_avg")
+            if p.grad is None or m is None:
+                own.fill_(torch.nan)  # the row does not count
+                continue
+            g = p.grad.reshape(own.numel(), -1).float()
+            torch.bmm(g.unsqueeze(1), m.reshape_as(g).float().unsqueeze(2), out=both.view(-1, 1, 1))
+            if group.get("maximize"):
+                both.neg_()
+            torch.linalg.vector_norm(g, dim=1, out=own)
+        b1, b2 = self._first, self._second
+        both, own = self._now
+        own.square_()
+        # m holds the present gradient already, and began at 0.
+        both.sub_((1 - b1) * own).div_(b1 * (1 - b1 ** (self._steps - 1)))
+        mean = b2 * self._sums + (1 - b2) * self._now
+        self._sums = torch.where(torch.isfinite(self._now).all(0), mean, self._sums)
+
+    def sample(self) -> None:
+        """Finds the factors, 1 / sqrt(rho). On the device: the host need not wait."""
+        signal, whole = self._sums
+        signal = torch.minimum(signal.clamp_min(0), whole)
+        rho = torch.where(whole > 0, (signal + (whole - signal) / self._world) / whole, 1.0)
+        self._found.copy_(rho.clamp_(1 / self._world, 1).rsqrt_())
+
+    def land(self) -> None:
+        """Does nothing: nothing is exchanged."""
+
+    def state_dict(self) -> torch.Tensor:
+        """The running means, (2, rows) float32."""
+        return self._sums.clone()
+
+    def load_state_dict(self, saved: Any, steps: int) -> None:
+        """Loads a result of `state_dict` after so many steps. Raises CheckpointError."""
+        _check(saved, self._sums)
+        self._sums.copy_(saved)
+        self._steps = steps

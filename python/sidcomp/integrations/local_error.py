@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
-from sidcomp.integrations.gradient_noise import GradientNoise
+from sidcomp.integrations.gradient_noise import GradientNoise, RowNoise, keeps_mean
 from sidcomp.integrations.local_parts import (
     Optimizers,
     Part,
@@ -72,8 +72,10 @@ class LocalError:
     noise_correction
                     [None] True: lengthens each rank's own steps, parameter by parameter, by as much as the
                     noise of its own gradient shortens them. (Adam divides by the size of the gradient, and a
-                    rank's own gradient is up to sqrt(W) times as large as the mean of W ranks.) None: the
-                    parameters of optimizers with two betas, such as Adam
+                    rank's own gradient is up to sqrt(W) times as large as the mean of W ranks.) The ranks
+                    compare samples of their gradients. None: the parameters of optimizers with two betas,
+                    such as Adam. "rows": these, row by row, by what each rank sees of its own gradients; only
+                    with optimizers of torch that keep their mean, Adam and its relatives
     delay           [0] 1: an exchange takes place during the next forward and backward pass, and its mean is
                     applied one exchange later
     process_group   [None] the ranks to average over; None: the State's, else the default group
@@ -96,12 +98,12 @@ class LocalError:
         *,
         every: int = 1,
         delay: int = 0,
-        noise_correction: bool | None = None,
+        noise_correction: bool | str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if delay not in (0, 1) or isinstance(delay, bool):
             raise ArgumentError(f"delay={delay!r}: give 0, or 1 to apply each mean one exchange later")
-        if noise_correction is not None:
+        if noise_correction is not None and noise_correction != "rows":
             check_flag("noise_correction", noise_correction)
         self.state = state = state if state is not None else State()
         check_state(state)
@@ -134,6 +136,12 @@ class LocalError:
         if ddp is not None:
             module = ddp.module
         self._optimizers = each(optimizer)
+        for o in self._optimizers:
+            if noise_correction == "rows" and adaptive(o) and not keeps_mean(o):
+                raise ArgumentError(
+                    f'noise_correction="rows" reads the mean of gradients that torch\'s Adam keeps, and '
+                    f"{type(o).__name__} has none with a beta above 0: leave noise_correction out"
+                )
         named = trained(module, self._optimizers)
         if other := [name for name, p in named.items() if p.dtype is not torch.float32]:
             raise UnsupportedError(
@@ -149,7 +157,7 @@ class LocalError:
         shortened = {
             id(p)
             for o in self._optimizers
-            if noise_correction or (noise_correction is None and adaptive(o))
+            if noise_correction is True or (noise_correction is not False and adaptive(o))
             for group in o.param_groups
             for p in group["params"]
         }
@@ -160,9 +168,14 @@ class LocalError:
             if id(p) in shortened
         ]
         self._corrected = [update for _, update in corrected]
-        self._noise: GradientNoise | None = None
-        if corrected and dist.get_world_size(self._group) > 1:
-            self._noise = GradientNoise([p for p, _ in corrected], self._group)
+        self._noise: GradientNoise | RowNoise | None = None
+        world = dist.get_world_size(self._group)
+        if corrected and world > 1:
+            of = {id(p): o for o in self._optimizers for group in o.param_groups for p in group["params"]}
+            if noise_correction == "rows":
+                self._noise = RowNoise([(of[id(p)], p) for p, _ in corrected], world)
+            else:
+                self._noise = GradientNoise([p for p, _ in corrected], self._group)
         compare(named, self._group, "LocalError")
         broadcast([*named.values(), *module.buffers()], self._group)
         self._stray = Stray(self, self._optimizers, "LocalError")
@@ -187,6 +200,8 @@ class LocalError:
         finally:
             self._stray.expected = False
         self.steps += 1
+        if self._noise is not None:
+            self._noise.observe()
         if self.steps % self.every == 0:
             self.exchange()
         return loss
@@ -417,7 +432,7 @@ class LocalError:
                             "model"
                         )
         if self._noise is not None:
-            self._noise.load_state_dict(saved.get("noise"))
+            self._noise.load_state_dict(saved.get("noise"), steps)
         for kind in _SAVED:
             for name, view in (pair for part in self._parts for pair in part.named(kind)):
                 if kind in saved:
