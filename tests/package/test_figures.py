@@ -76,6 +76,7 @@ def test_the_seeds_of_local_error() -> None:
     labels = {
         "gradient in DDP's hook, with `follow`": "gradient, default",
         "`LocalError`": "local error, default",
+        "`LocalError`, by rows": "local error, by rows",
         "`LocalError`, 1/100": "local error, 1/{}",
         "`LocalError`, 1/200": "local error, 1/200",
         "`LocalError` without noise correction": "local error, default, not corrected",
@@ -163,6 +164,7 @@ def test_the_goals_of_adamw() -> None:
             *seeds_and_mean("adamw-gpt-2", "local error, default"),
             *seeds_and_mean("adamw-lm-4", "local error, default"),
             *seeds_and_mean("adamw-gpt-4", "local error, default"),
+            *seeds_and_mean("adamw-gpt-4", "local error, by rows"),
         ],
         ("1/100", "AdamW"): [
             *seeds_and_mean("adamw-lm-2", "local error, 1/100"),
@@ -264,6 +266,19 @@ def test_the_losses_of_what_users_get() -> None:
         assert rounds_to(fraction.removeprefix("1/"), found("outer-lm-4")[label]["ratio"]), label
     first = {f"{way}, every {every}" for way in FEW_EXCHANGES.values() for every in (5, 30)}
     assert shown == set(found("outer-lm-4")) - first - {"dense"}
+
+
+def test_the_losses_of_two_seeds() -> None:
+    """All that was measured in float32."""
+    _, *rows = table(OUTER, "the same 300 steps, seeds 0 and 1 |")
+    shown = set()
+    for way, loss, fraction in rows:
+        label = WAYS.get(way, way.replace("`", ""))
+        label += "" if label == "DDP, default topk" else ", every 30"
+        shown.add(label)
+        check(signed(loss), over("outer-lm-4-float32", label), label)
+        assert rounds_to(fraction.removeprefix("1/"), found("outer-lm-4-float32")[label]["ratio"]), label
+    assert shown == set(found("outer-lm-4-float32")) - {"dense"}
 
 
 @pytest.mark.parametrize(
@@ -470,6 +485,17 @@ def test_eight_ranks() -> None:
         quoted = re.search(r"(\d\.\d) % above plain DDP(?:'s \(three seeds\)| at a fortieth)", text)
         assert quoted
         check([quoted[1]], [means["local error, default"]], "eight ranks")
+    by_rows = over("adamw-gpt-8", "local error, by rows")
+    quoted = re.search(r"and (\d\.\d) % above with `noise_correction=\"rows\"` \((.*?)\)", ACCURACY)
+    assert quoted
+    check([quoted[1], *signed(quoted[2])], [mean(by_rows), *by_rows], "by rows on eight ranks")
+    quoted = re.search(r"; by rows it is (\d\.\d) % above", LOCAL)
+    assert quoted
+    check([quoted[1]], [mean(by_rows)], "by rows on eight ranks")
+    quoted = re.search(r"on eight ranks, and by rows (\d\.\d) % above \(two seeds\)", LOCAL)
+    assert quoted
+    check([quoted[1]], [mean(over("adamw-lm-8", "local error, by rows"))], "the GRU by rows")
+    assert abs(mean(over("adamw-gpt-4", "local error, by rows"))) < 0.1
     gru = over("adamw-lm-8", "local error, default")
     quoted = re.search(r"The GRU ends (\d\.\d) % below \((.*?)\): reached", ACCURACY)
     assert quoted

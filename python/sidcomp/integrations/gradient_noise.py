@@ -115,9 +115,10 @@ class RowNoise:
     """Estimates rho for each row of each parameter, from this rank's own gradients: nothing is exchanged, and
     each rank has an estimate of its own.
 
-    m, which Adam keeps, is a mean of earlier gradients, whose noise is independent of that of the present
-    gradient g. So over the steps the mean of m g is that of mu^2, where mu is the gradient without noise, and
-    the mean of g^2 is that of mu^2 + sigma^2. Then
+    m, which Adam keeps, is a mean of earlier gradients. Their noise is independent of that of the present
+    gradient g, if batches are drawn independently; else rho comes out too large. So over the steps the mean
+    of m g is that of mu^2, where mu is the gradient without noise, and the mean of g^2 is that of mu^2 +
+    sigma^2. Then
 
         rho = (mu^2 + sigma^2 / W) / (mu^2 + sigma^2).
 
