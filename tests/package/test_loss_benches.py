@@ -58,7 +58,7 @@ def test_every_door_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ways = ["DDP", "DDP, int4", "LocalError", "LocalError, deadzone", "Outer, delay"]
     given = ["--world", "2", "--steps", "4", "--every", "2", "--ways", *ways, "--save"]
     assert bench_outer.main(given) == 0
-    found = json.loads((tmp_path / "outer-lm-2.json").read_text())["found"]
+    found = files(tmp_path)[0]["found"]
     assert len(found) == 6
     dense = found.pop("dense")["loss"]["0"]
     assert found["DDP"]["loss"]["0"] == pytest.approx(dense, rel=1e-3)
@@ -225,14 +225,21 @@ def test_losses_of_two_precisions_are_not_mixed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Each has a file of its own, and one that has been given the other's name is refused."""
+    names = {True: "outer-lm-2", False: "outer-lm-2-float32"}
     given = ["--world", "2", "--ways", "DDP", "--save"]
     monkeypatch.setattr(bench_outer, "computes_in_bfloat16", lambda device: not now)
     assert bench_outer.main(given) == 0 and [spec["bfloat16"] for spec in timed] == 2 * [not now]
-    before = (tmp_path / "outer-lm-2.json").read_text()
+    first = tmp_path / f"{names[not now]}.json"
+    before = first.read_text()
     monkeypatch.setattr(bench_outer, "computes_in_bfloat16", lambda device: now)
-    assert bench_outer.main([*given, "--seeds", "2"]) == 2 and len(timed) == 2
+    assert bench_outer.main(given) == 0 and [spec["bfloat16"] for spec in timed[2:]] == 2 * [now]
+    assert ("in float32" in (tmp_path / f"{names[now]}.md").read_text()) is not now
+    assert first.read_text() == before
+    first.replace(tmp_path / f"{names[now]}.json")
+    assert bench_outer.main([*given, "--seeds", "2"]) == 2 and len(timed) == 4
     assert "another precision than" in capsys.readouterr().err
-    assert (tmp_path / "outer-lm-2.json").read_text() == before
+    assert (tmp_path / f"{names[now]}.json").read_text() == before
 
 
 def test_times_of_two_precisions_are_not_mixed(
@@ -246,7 +253,8 @@ def test_times_of_two_precisions_are_not_mixed(
 def test_ways_of_every_step_have_one_row(timed: list[dict[str, Any]], tmp_path: Path) -> None:
     given = ["--world", "2", "--ways", "DDP, int4", "Outer", "--every", "10", "100", "--save"]
     assert bench_outer.main(given) == 0
-    assert list(json.loads((tmp_path / "outer-lm-2.json").read_text())["found"]) == [
+    (kept,) = tmp_path.glob("outer-lm-2*.json")
+    assert list(json.loads(kept.read_text())["found"]) == [
         "dense",
         "DDP, int4",
         "Outer, every 10",
