@@ -184,6 +184,16 @@ def test_pairs_that_were_given_up_are_enough_in_a_checkpoint() -> None:
         journal.entries([{**entry, "pairs": pairs[1:]}], "journal")
 
 
+def test_a_later_plan_may_have_been_left_undecided() -> None:
+    """All plans after the first share five pairs with it."""
+    first = {"kind": "pairs", "of": "a plan", "done": True, "rows": [], "took": []}
+    first["pairs"] = 2 * [[[500] * 4, [1000] * 4]]
+    later = {**first, "of": "another", "pairs": 3 * [[[980, 1001] * 2, [1000, 979] * 2]]}
+    journal.entries([first, later], "journal")
+    with pytest.raises(sidcomp.CheckpointError, match="enough pairs to decide"):
+        journal.entries([first, {**later, "pairs": later["pairs"][1:]}], "journal")
+
+
 # ---- ranks with different checkpoints, other machines
 # ------------------------------------------------------------------------------------------------
 

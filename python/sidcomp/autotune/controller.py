@@ -535,6 +535,7 @@ class Controller:
         r = self.report
         r.stage, r.plan, r.predicted_ps, r.measured_ps, r.baseline_ps = "measuring", None, 0, 0, 0
         r.profile = profile = yield from self._profile()
+        self._record(None)
         r.dense_ps, r.compute_ps = profile.dense_ps, profile.compute_ps
         if self.settings.groups == "mergecomp":
             return (yield from self._mergecomp())
@@ -881,6 +882,7 @@ class Controller:
             return known
         if self.given is not None and self._journal.kind() != "turns":
             given, self.given = self.given, None
+            self._record(None)
             reason = given.stale(**self._here()) or measurement.lacks(given, self._p, self.settings)
             if reason is None:
                 few = given.dense_ps > _LONG * given.compute_ps

@@ -13,7 +13,7 @@ from sidcomp.config.grouping import DENSE
 from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.planner.fusion import VERSION
 from sidcomp.planner.profile import Profile
-from sidcomp.planner.significance import WORTH, is_faster
+from sidcomp.planner.significance import FUTILE, WORTH, is_faster
 from sidcomp.runtime.plain_data import (
     Check,
     count,
@@ -127,6 +127,7 @@ _HOLDS: dict[str, dict[str, Check]] = {
 def entries(value: object, where: str) -> None:
     listing(record({"kind": text, "of": text, "done": flag}))(value, where)
     assert isinstance(value, list | tuple)
+    before = 0  # pairs of windows of other plans
     for i, e in enumerate(value):
         if e["kind"] not in _HOLDS:
             raise wrong(f"{where}[{i}]['kind']", e["kind"], f"one of {', '.join(_HOLDS)}")
@@ -135,8 +136,10 @@ def entries(value: object, where: str) -> None:
             widths = {len(row) for row in (*e["rows"], *([e["took"]] if e["took"] else []))}
             if len(widths) > 1:
                 raise wrong(f"{where}[{i}]['rows']", e["rows"], "rows of the same length")
-            if e["done"] and is_faster(e["pairs"], WORTH) is None:
+            spent = before > 0 and before + len(e["pairs"]) >= FUTILE  # a later plan has no more than these
+            if e["done"] and is_faster(e["pairs"], WORTH) is None and not spent:
                 raise wrong(f"{where}[{i}]['pairs']", e["pairs"], "enough pairs to decide")
+            before += len(e["pairs"])
         if i + 1 < len(value) and not e["done"]:
             raise wrong(f"{where}[{i}]['done']", False, "True, as in all entries but the last")
 
