@@ -215,8 +215,8 @@ def lab(args: argparse.Namespace) -> None:
 
 def fill(args: argparse.Namespace, name: str, head: dict[str, Any], cells: Cells) -> dict[str, Any]:
     """Measures what is missing in the file of this name, and returns what it then has. head: what the
-    file has beside rows. Raises ValueError if it has such a row of, say, other
-    steps, or losses of another precision."""
+    file has beside rows. Raises ValueError if it has such a row of, say, other steps, or losses of another
+    precision."""
     kept = RESULTS / f"{name}.json"
     head = {**head, "bfloat16": args.bfloat16}
     record = {**head, "found": {}}

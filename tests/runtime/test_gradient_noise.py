@@ -65,7 +65,7 @@ def of_rows(
     parameter the opposite signal and no noise, the third no gradient. Returns the factors, too."""
     parameters = [torch.zeros(5, 3, 200), torch.zeros(50), torch.zeros(7)]
     optimizer = kind([{"params": parameters[:1], **settings}, {"params": parameters[1:]}], lr=0.0)
-    noise = RowNoise([(optimizer, p) for p in parameters], 4)
+    noise = RowNoise(parameters, [optimizer], 4)
     rng = torch.Generator().manual_seed(0)
     for _ in range(steps):
         rows = torch.arange(5.0).view(5, 1, 1) * torch.tensor([1.0, -1.0]).repeat(300).view(1, 3, 200)
@@ -105,7 +105,7 @@ def test_no_rank_is_taken_for_noisier_than_noise() -> None:
     """Gradients that change their sign in each step: m g is negative."""
     p = torch.zeros(2, 3)
     optimizer = torch.optim.AdamW([p], lr=0.0)
-    noise = RowNoise([(optimizer, p)], 9)
+    noise = RowNoise([p], [optimizer], 9)
     for step in range(20):
         p.grad = torch.full((2, 3), float((-1) ** step))
         optimizer.step()
@@ -143,17 +143,20 @@ def test_it_lengthens_the_steps_of_noisy_ranks() -> None:
     assert not run(trained, 2, None, "SGD")[0][1], "SGD divides by nothing"
 
 
-def of_another_kind(rank: int, world: int) -> str:
-    module = network(0)
-    optimizer = torch.optim.AdamW(module.parameters(), betas=(0.0, 0.999))
-    with pytest.raises(sidcomp.ArgumentError) as e:
-        sidcomp.LocalError(module, optimizer, noise_correction="rows")
-    return str(e.value)
+def of_another_kind(rank: int, world: int) -> tuple[str, str]:
+    said = []
+    for kind, settings in ((torch.optim.AdamW, {"betas": (0.0, 0.999)}), (torch.optim.SGD, {})):
+        module = network(0)
+        with pytest.raises(sidcomp.ArgumentError) as e:
+            sidcomp.LocalError(module, kind(module.parameters(), lr=0.1, **settings), noise_correction="rows")
+        said.append(str(e.value))
+    return said[0], said[1]
 
 
 def test_rows_need_the_mean_of_gradients() -> None:
-    for text in run(of_another_kind, 2):
-        assert "AdamW has none with a beta above 0: leave noise_correction out" in text
+    for adam, sgd in run(of_another_kind, 2):
+        assert "AdamW has none with a beta above 0: leave noise_correction out" in adam
+        assert "SGD has none" in sgd
 
 
 def refused(rank: int, world: int, saved: Any) -> str:

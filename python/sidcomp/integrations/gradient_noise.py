@@ -113,7 +113,7 @@ def keeps_mean(optimizer: torch.optim.Optimizer) -> bool:
 
 class RowNoise:
     """Estimates rho for each row of each parameter, from this rank's own gradients: nothing is exchanged, and
-    each rank has an estimate of its own.
+    each rank has an estimate of its own. parameters: float32, of optimizers that `keeps_mean` accepts.
 
     m, which Adam keeps, is a mean of earlier gradients. Their noise is independent of that of the present
     gradient g, if batches are drawn independently; else rho comes out too large. So over the steps the mean
@@ -127,12 +127,14 @@ class RowNoise:
     The factors are used in the exchange that follows.
     """
 
-    def __init__(self, of: Sequence[tuple[torch.optim.Optimizer, torch.Tensor]], world: int) -> None:
-        groups = {id(p): (o, group) for o, _ in of for group in o.param_groups for p in group["params"]}
-        self._of = [(p, *groups[id(p)]) for _, p in of]
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer], world: int
+    ) -> None:
+        groups = {id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
+        self._of = [(p, *groups[id(p)]) for p in parameters]
         self._world, self._steps = world, 0
-        rows = [p.shape[0] if p.dim() > 1 else 1 for _, p in of]
-        device = of[0][1].device
+        rows = [p.shape[0] if p.dim() > 1 else 1 for p in parameters]
+        device = parameters[0].device
         self._sums = torch.zeros(2, sum(rows), device=device)  # means of m g, and of g g
         self._now = torch.zeros_like(self._sums)  # of the step that was observed last
         self._first, self._second = (torch.zeros(sum(rows), device=device) for _ in range(2))  # the betas
@@ -141,7 +143,8 @@ class RowNoise:
         self._betas: list[tuple[float, float]] = []
         self._found = torch.ones(sum(rows), device=device)
         self.factors = [
-            self._found[a:b].view(-1, *[1] * (p.dim() - 1)) for (a, b), (_, p) in zip(places, of, strict=True)
+            self._found[a:b].view(-1, *[1] * (p.dim() - 1))
+            for (a, b), p in zip(places, parameters, strict=True)
         ]
 
     @torch.no_grad()

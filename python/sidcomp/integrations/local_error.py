@@ -18,7 +18,6 @@ from sidcomp.integrations.local_parts import (
     broadcast,
     buckets,
     check,
-    check_flag,
     check_saved,
     check_state,
     compare,
@@ -75,7 +74,8 @@ class LocalError:
                     rank's own gradient is up to sqrt(W) times as large as the mean of W ranks.) The ranks
                     compare samples of their gradients. None: the parameters of optimizers with two betas,
                     such as Adam. "rows": these, row by row, by what each rank sees of its own gradients; only
-                    with optimizers of torch that keep their mean, Adam and its relatives
+                    with optimizers of torch that keep their mean, Adam and its relatives. This reads all
+                    gradients after each step, parameter by parameter
     delay           [0] 1: an exchange takes place during the next forward and backward pass, and its mean is
                     applied one exchange later
     process_group   [None] the ranks to average over; None: the State's, else the default group
@@ -103,8 +103,8 @@ class LocalError:
     ) -> None:
         if delay not in (0, 1) or isinstance(delay, bool):
             raise ArgumentError(f"delay={delay!r}: give 0, or 1 to apply each mean one exchange later")
-        if noise_correction is not None and noise_correction != "rows":
-            check_flag("noise_correction", noise_correction)
+        if not (noise_correction is None or isinstance(noise_correction, bool) or noise_correction == "rows"):
+            raise ArgumentError(f'noise_correction={noise_correction!r}: give True or False, or "rows"')
         self.state = state = state if state is not None else State()
         check_state(state)
         check(module, every, state, "LocalError", planned=True)
@@ -136,12 +136,14 @@ class LocalError:
         if ddp is not None:
             module = ddp.module
         self._optimizers = each(optimizer)
-        for o in self._optimizers:
-            if noise_correction == "rows" and adaptive(o) and not keeps_mean(o):
-                raise ArgumentError(
-                    f'noise_correction="rows" reads the mean of gradients that torch\'s Adam keeps, and '
-                    f"{type(o).__name__} has none with a beta above 0: leave noise_correction out"
-                )
+        if noise_correction == "rows":
+            # those that it is for, or none
+            for o in [o for o in self._optimizers if adaptive(o)] or self._optimizers:
+                if not keeps_mean(o):
+                    raise ArgumentError(
+                        f'noise_correction="rows" reads the mean of gradients that torch\'s Adam keeps, and '
+                        f"{type(o).__name__} has none with a beta above 0: leave noise_correction out"
+                    )
         named = trained(module, self._optimizers)
         if other := [name for name, p in named.items() if p.dtype is not torch.float32]:
             raise UnsupportedError(
@@ -169,13 +171,12 @@ class LocalError:
         ]
         self._corrected = [update for _, update in corrected]
         self._noise: GradientNoise | RowNoise | None = None
-        world = dist.get_world_size(self._group)
+        world, parameters = dist.get_world_size(self._group), [p for p, _ in corrected]
         if corrected and world > 1:
-            of = {id(p): o for o in self._optimizers for group in o.param_groups for p in group["params"]}
             if noise_correction == "rows":
-                self._noise = RowNoise([(of[id(p)], p) for p, _ in corrected], world)
+                self._noise = RowNoise(parameters, self._optimizers, world)
             else:
-                self._noise = GradientNoise([p for p, _ in corrected], self._group)
+                self._noise = GradientNoise(parameters, self._group)
         compare(named, self._group, "LocalError")
         broadcast([*named.values(), *module.buffers()], self._group)
         self._stray = Stray(self, self._optimizers, "LocalError")
