@@ -65,7 +65,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         metavar="NORM",
         help="clip_grad_norm_ of what sidcomp returns; 1.0, as plain DDP has it, unless given "
         "(a memory that holds the momentum returns velocities: 1 / (1 - momentum) times that), and with "
-        "--local-error sqrt(ranks), because a rank's own gradient has more noise",
+        "--local-error and SGD sqrt(ranks), because a rank's own gradient has more noise",
     )
     add(
         "--local-error",
@@ -96,7 +96,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         action="store_const",
         const="rows",
         dest="noise_correction",
-        help="with --local-error: the same, row by row, by what a rank sees of its own gradients",
+        help="with --local-error: the same, row by row",
     )
     add("--groups", help="bucket, model, a size such as 4MB, auto; bucket unless given")
     add(

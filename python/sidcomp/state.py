@@ -356,6 +356,7 @@ class State:
         wire_bytes                  sent to other ranks, and on average received from them: of an all-gather
                                     (world - 1) payloads, of an all-reduce 2 (world - 1) / world of the
                                     payload's body, as in a ring; of messages, all bytes of the messages
+                                    Includes what LocalError compares for its noise correction
         dense_wire_bytes, ratio     the same of plain DDP, 2 (world - 1) / world of dense_bytes;
                                     dense_wire_bytes / wire_bytes, and 0 if nothing travelled
         control_bytes               received for checksums and for agreeing on groups

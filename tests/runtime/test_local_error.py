@@ -623,7 +623,7 @@ def over_ring(rank: int, world: int, exchange: str) -> tuple[float, float]:
         sent = state.stats()["ratio"]
         local.merge()
         assert alike(flat(module)) and not error_of(state, module).any()
-    assert sent > 15
+    assert sent > 8  # 16 without the samples for the noise correction, which are many for so small a model
     return sum(losses[:6]), sum(losses[-6:])
 
 

@@ -15,7 +15,15 @@ import torch.distributed as dist
 from sidcomp.errors import CheckpointError
 
 SAMPLES = 16  # elements of each parameter
-_DECAY = 0.9  # of the running sums, in each exchange
+_DECAY = 0.9  # of the running sums of samples, in each exchange
+NARROW = 64  # elements: shorter rows are not worth a number each
+TURNS = 4  # exchanges in which each row is measured once
+SHORTEST = 0.8  # the least decay of a running sum: a row is judged by five measurements or more
+
+_DAMAGED = (
+    "LocalError: 'noise' {}: the dictionary is damaged, of another model or optimizer, or was saved with "
+    "another noise_correction or by an earlier version of sidcomp"
+)
 
 
 class GradientNoise:
@@ -41,11 +49,9 @@ class GradientNoise:
         self._work: Any = None
         self._find()
 
-    def observe(self) -> None:
-        """Does nothing: samples are of the gradients of an exchange."""
-
-    def sample(self) -> None:
-        """Starts to exchange samples of the present gradients. Every rank calls it at the same point."""
+    def sample(self) -> int:
+        """Starts to exchange samples of the present gradients. Every rank calls it at the same point. Returns
+        the size of this all-reduce, in bytes."""
         self.land()
         n = len(self._of)
         torch.cat(
@@ -57,6 +63,7 @@ class GradientNoise:
         )
         self._message[n:] = self._squares(self._message[:n])
         self._work = dist.all_reduce(self._message, group=self._group, async_op=True)
+        return 4 * (n + len(self._places))
 
     def land(self) -> None:
         """Waits for the samples that were sent last, and adds them to the estimate."""
@@ -85,114 +92,148 @@ class GradientNoise:
         self.land()
         return self._sums.clone()
 
-    def load_state_dict(self, saved: Any, steps: int) -> None:
+    def load_state_dict(self, saved: Any) -> None:
         """Loads a result of `state_dict`. Raises CheckpointError."""
-        _check(saved, self._sums)
+        if not isinstance(saved, torch.Tensor) or saved.shape != self._sums.shape:
+            raise CheckpointError(_DAMAGED.format(f"is no tensor of shape {tuple(self._sums.shape)}"))
         self._work = None
         self._sums.copy_(saved)
         self._find()
 
 
-def _check(saved: Any, sums: torch.Tensor) -> None:
-    if not isinstance(saved, torch.Tensor) or saved.shape != sums.shape:
-        raise CheckpointError(
-            f"LocalError: 'noise' is no tensor of shape {tuple(sums.shape)}: the dictionary is damaged, of "
-            "another model or optimizer, or was saved with another noise_correction"
-        )
-
-
-# Optimizers of torch that keep, in state["exp_avg"], the mean of the gradients so far, m = b1 m + (1 - b1) g.
-_WITH_MEAN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
-
-
-def keeps_mean(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether RowNoise can read the optimizer's mean of gradients."""
-    betas = (group.get("betas") or (0.0, 0.0) for group in optimizer.param_groups)
-    return isinstance(optimizer, _WITH_MEAN) and all(b1 > 0 for b1, _ in betas)
-
-
 class RowNoise:
-    """Estimates rho for each row of each parameter, from this rank's own gradients: nothing is exchanged, and
-    each rank has an estimate of its own. parameters: float32, of optimizers that `keeps_mean` accepts.
+    """Estimates rho = |mean of the ranks' gradients|^2 / mean of |a rank's own gradient|^2 for each row of
+    each parameter. It is the same on all ranks. A row is what belongs to one index of the first dimension,
+    such as the weights of one output or the vector of one token. A parameter whose rows would be shorter than
+    64 elements, or that has one dimension, is a row. So the ranks exchange at most 1/128 of the gradients,
+    apart from tiny parameters.
 
-    m, which Adam keeps, is a mean of earlier gradients. Their noise is independent of that of the present
-    gradient g, if batches are drawn independently; else rho comes out too large. So over the steps the mean
-    of m g is that of mu^2, where mu is the gradient without noise, and the mean of g^2 is that of mu^2 +
-    sigma^2. Then
+    In each exchange a fourth of the rows have their turn. With the same random signs on all ranks, a rank
+    adds up the elements of its gradient's row, each times a sign, and their squares. The ranks sum these two
+    numbers of each row in a small all-reduce. The square of the first sum is on average the square of the
+    summed gradients' norm (Alon, Matias and Szegedy 1996, "The space complexity of approximating the
+    frequency moments"). Both are running sums, which decay as the optimizer's own second moment does. They
+    are used one exchange later.
 
-        rho = (mu^2 + sigma^2 / W) / (mu^2 + sigma^2).
-
-    Both are sums over a row, and running means with the optimizer's second beta. A row is what belongs to one
-    index of the first dimension, such as the weights of one output; a parameter of one dimension is a row.
-    The factors are used in the exchange that follows.
+    parameters  float32, with the gradients that are measured
+    decays      of each parameter: how much of a running sum is left after one exchange, such as Adam's second
+                beta to the power of the steps between two exchanges
+    factors     1 / sqrt(rho), on the parameters' device: for each parameter a tensor of as many dimensions,
+                (rows, 1, ...)
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer], world: int
+        self, parameters: Sequence[torch.Tensor], decays: Sequence[float], group: dist.ProcessGroup
     ) -> None:
-        groups = {id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
-        self._of = [(p, *groups[id(p)]) for p in parameters]
-        self._world, self._steps = world, 0
-        rows = [p.shape[0] if p.dim() > 1 else 1 for p in parameters]
-        device = parameters[0].device
-        self._sums = torch.zeros(2, sum(rows), device=device)  # means of m g, and of g g
-        self._now = torch.zeros_like(self._sums)  # of the step that was observed last
-        self._first, self._second = (torch.zeros(sum(rows), device=device) for _ in range(2))  # the betas
-        places = list(pairwise([0, *accumulate(rows)]))
-        self._parts = [[x[a:b] for a, b in places] for x in (*self._now, self._first, self._second)]
-        self._betas: list[tuple[float, float]] = []
-        self._found = torch.ones(sum(rows), device=device)
-        self.factors = [
-            self._found[a:b].view(-1, *[1] * (p.dim() - 1))
-            for (a, b), p in zip(places, parameters, strict=True)
+        self._parameters, self._group = list(parameters), group
+        self._world = dist.get_world_size(group)
+        device = self._parameters[0].device
+        rows = [
+            p.shape[0] if p.dim() > 1 and p.numel() >= NARROW * p.shape[0] > 0 else 1
+            for p in self._parameters
         ]
+        self._rows = rows
+        ends = list(accumulate(rows, initial=0))
+        widths = [p.numel() // k for p, k in zip(self._parameters, rows, strict=True)]
+        self._sums = torch.zeros(2, ends[-1], device=device)  # of squares: the means', the ranks' own
+        self._found = torch.ones(ends[-1], device=device)
+        self.factors = [
+            self._found[a:b].view([b - a, *[1] * (p.dim() - 1)][: p.dim()])
+            for (a, b), p in zip(pairwise(ends), self._parameters, strict=True)
+        ]
+        decay = torch.tensor([max(d**TURNS, SHORTEST) for d in decays])
+        self._turns = [_Turn(rows, widths, decay, turn, device) for turn in range(TURNS)]
+        self._signs = torch.Generator(device)
+        self._exchanges = 0
+        self._work: Any = None
 
     @torch.no_grad()
-    def observe(self) -> None:
-        """Takes in the gradients with which the optimizers have just stepped. Called after each step."""
-        self._steps += 1
-        if self._steps == 1:
-            return  # there was no gradient before
-        betas = [group["betas"] for _, _, group in self._of]
-        if betas != self._betas:
-            self._betas = list(betas)
-            for (b1, b2), first, second in zip(betas, *self._parts[2:], strict=True):
-                first.fill_(b1)
-                second.fill_(b2)
-        for (p, optimizer, group), both, own in zip(self._of, *self._parts[:2], strict=True):
-            m = optimizer.state[p].get("exp_avg")
-            if p.grad is None or m is None:
-                own.fill_(torch.nan)  # the row does not count
+    def sample(self) -> int:
+        """Starts to exchange what the present gradients show. Every rank calls it at the same point. Returns
+        the size of this all-reduce, in bytes."""
+        self.land()
+        self._exchanges += 1
+        turn = self._turns[self._exchanges % TURNS]
+        self._signs.manual_seed(self._exchanges)
+        signs = torch.randint(0, 2, (turn.width,), generator=self._signs, device=self._sums.device)
+        signs = signs.float().mul_(2).sub_(1)
+        for p, rows, projected, own in zip(self._parameters, self._rows, *turn.parts, strict=True):
+            if p.grad is None or not len(own):
+                projected.zero_()
+                own.zero_()
                 continue
-            g = p.grad.reshape(own.numel(), -1).float()
-            torch.bmm(g.unsqueeze(1), m.reshape_as(g).float().unsqueeze(2), out=both.view(-1, 1, 1))
-            if group.get("maximize"):
-                both.neg_()
-            torch.linalg.vector_norm(g, dim=1, out=own)
-        b1, b2 = self._first, self._second
-        both, own = self._now
-        own.square_()
-        # m holds the present gradient already, and began at 0.
-        both.sub_((1 - b1) * own).div_(b1 * (1 - b1 ** (self._steps - 1)))
-        mean = b2 * self._sums + (1 - b2) * self._now
-        self._sums = torch.where(torch.isfinite(self._now).all(0), mean, self._sums)
+            mine = p.grad.reshape(rows, -1)[turn.number :: TURNS].float()
+            torch.mv(mine, signs[: mine.shape[1]], out=projected)
+            torch.linalg.vector_norm(mine, dim=1, out=own)
+        turn.own.square_()
+        if turn.width:
+            self._work = dist.all_reduce(turn.message, group=self._group, async_op=True)
+        return turn.bytes
 
-    def sample(self) -> None:
-        """Finds the factors, 1 / sqrt(rho). On the device: the host need not wait."""
-        signal, whole = self._sums
-        signal = torch.minimum(signal.clamp_min(0), whole)
-        rho = torch.where(whole > 0, (signal + (whole - signal) / self._world) / whole, 1.0)
-        self._found.copy_(rho.clamp_(1 / self._world, 1).rsqrt_())
-
+    @torch.no_grad()
     def land(self) -> None:
-        """Does nothing: nothing is exchanged."""
+        """Waits for what was sent last, and adds it to the estimate."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        turn = self._turns[self._exchanges % TURNS]
+        new = turn.message / self._world
+        new[0].square_()
+        before = self._sums[:, turn.places]
+        # What is not finite does not count, on any rank. The device decides, so that the host need not wait.
+        sums = torch.where(torch.isfinite(new).all(0), before * turn.decay + new, before)
+        self._sums[:, turn.places] = sums
+        self._found[turn.places] = self._factors(sums)
 
-    def state_dict(self) -> torch.Tensor:
-        """The running means, (2, rows) float32."""
-        return self._sums.clone()
+    def _factors(self, sums: torch.Tensor) -> torch.Tensor:
+        mean, own = sums
+        rho = torch.where(own > 0, mean / own, 1.0)
+        return rho.clamp_(1 / self._world, 1).rsqrt_()
 
-    def load_state_dict(self, saved: Any, steps: int) -> None:
-        """Loads a result of `state_dict` after so many steps. Raises CheckpointError."""
-        _check(saved, self._sums)
-        self._sums.copy_(saved)
-        self._steps = steps
+    def state_dict(self) -> dict[str, Any]:
+        """The number of exchanges, and the running sums, (2, rows) float32."""
+        self.land()
+        return {"exchanges": self._exchanges, "sums": self._sums.clone()}
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Loads a result of `state_dict`. Raises CheckpointError."""
+        saved = saved if isinstance(saved, dict) else {}
+        sums, exchanges = saved.get("sums"), saved.get("exchanges")
+        if (
+            not isinstance(sums, torch.Tensor)
+            or sums.shape != self._sums.shape
+            or not isinstance(exchanges, int)
+            or exchanges < 0
+        ):
+            raise CheckpointError(
+                _DAMAGED.format(f"has no 'exchanges' and 'sums' of shape {tuple(self._sums.shape)}")
+            )
+        self._work = None
+        self._sums.copy_(sums)
+        self._exchanges = exchanges
+        self._found.copy_(self._factors(self._sums))
+
+
+class _Turn:
+    """The rows that are measured in the same exchange: every fourth of each parameter."""
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        widths: Sequence[int],
+        decay: torch.Tensor,
+        number: int,
+        device: torch.device,
+    ) -> None:
+        self.number = number
+        counts = [len(range(number, k, TURNS)) for k in rows]
+        self.width = max((w for w, n in zip(widths, counts, strict=True) if n), default=0)
+        ends = accumulate(rows, initial=0)
+        places = [torch.arange(a, b)[number::TURNS] for a, b in pairwise(ends)]
+        self.places = torch.cat(places).to(device)
+        self.decay = decay.repeat_interleave(torch.tensor(counts)).to(device)
+        self.message = torch.zeros(2, sum(counts), device=device)
+        self.bytes = 4 * 2 * sum(counts)
+        projected, self.own = self.message
+        self.parts = projected.split(counts), self.own.split(counts)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
-from sidcomp.integrations.gradient_noise import GradientNoise, RowNoise, keeps_mean
+from sidcomp.integrations.gradient_noise import GradientNoise, RowNoise
 from sidcomp.integrations.local_parts import (
     Optimizers,
     Part,
@@ -60,8 +60,9 @@ class LocalError:
                     parameters must be float32. This call copies rank 0's parameters and buffers to all
                     ranks, and every exchange copies rank 0's buffers again
     optimizer       of the module's parameters, or a list of optimizers, such as [muon, adamw]. Its state
-                    stays on its rank. A rank's own gradient has more noise than the mean of W ranks, so clip
-                    it at about sqrt(W) times the usual norm
+                    stays on its rank. Clip gradients at the usual norm for Adam and its relatives, whose
+                    steps do not depend on the size of gradients, and at about sqrt(W) times that for SGD: a
+                    rank's own gradient has more noise than the mean of W ranks, so it is larger
     state           [None] a State with a memory that keeps what was not sent; None: `State()`.
                     `State("auto")` and other planned groups need delay=0: they measure the exchanges of the
                     first steps, uncompressed ones among them, and "auto" leaves out exchanges that keep one
@@ -73,9 +74,8 @@ class LocalError:
                     noise of its own gradient shortens them. (Adam divides by the size of the gradient, and a
                     rank's own gradient is up to sqrt(W) times as large as the mean of W ranks.) The ranks
                     compare samples of their gradients. None: the parameters of optimizers with two betas,
-                    such as Adam. "rows": these, row by row, by what each rank sees of its own gradients; only
-                    with optimizers of torch that keep their mean, Adam and its relatives. This reads all
-                    gradients after each step, parameter by parameter
+                    such as Adam. "rows": these, row by row; in each exchange the ranks compare two numbers
+                    for every fourth row, in float32
     delay           [0] 1: an exchange takes place during the next forward and backward pass, and its mean is
                     applied one exchange later
     process_group   [None] the ranks to average over; None: the State's, else the default group
@@ -136,14 +136,11 @@ class LocalError:
         if ddp is not None:
             module = ddp.module
         self._optimizers = each(optimizer)
-        if noise_correction == "rows":
-            # those that it is for, or none
-            for o in [o for o in self._optimizers if adaptive(o)] or self._optimizers:
-                if not keeps_mean(o):
-                    raise ArgumentError(
-                        f'noise_correction="rows" reads the mean of gradients that torch\'s Adam keeps, and '
-                        f"{type(o).__name__} has none with a beta above 0: leave noise_correction out"
-                    )
+        if noise_correction == "rows" and not any(map(adaptive, self._optimizers)):
+            raise ArgumentError(
+                'noise_correction="rows" lengthens the steps of optimizers with two betas, such as Adam, and '
+                f"{type(self._optimizers[0]).__name__} has none: leave noise_correction out"
+            )
         named = trained(module, self._optimizers)
         if other := [name for name, p in named.items() if p.dtype is not torch.float32]:
             raise UnsupportedError(
@@ -156,8 +153,8 @@ class LocalError:
         self._parts = [_Part(names, named) for names in buckets(named)]
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._arriving = False  # the means of an exchange have not been applied yet
-        shortened = {
-            id(p)
+        decays = {  # of the second moment in one step, of the parameters whose steps are lengthened
+            id(p): (group.get("betas") or [0.0])[-1]
             for o in self._optimizers
             if noise_correction is True or (noise_correction is not False and adaptive(o))
             for group in o.param_groups
@@ -167,14 +164,14 @@ class LocalError:
             (p, update)
             for part in self._parts
             for p, update in zip(part.parameters, part.update_views, strict=True)
-            if id(p) in shortened
+            if id(p) in decays
         ]
         self._corrected = [update for _, update in corrected]
         self._noise: GradientNoise | RowNoise | None = None
-        world, parameters = dist.get_world_size(self._group), [p for p, _ in corrected]
-        if corrected and world > 1:
+        if corrected and dist.get_world_size(self._group) > 1:
+            parameters = [p for p, _ in corrected]
             if noise_correction == "rows":
-                self._noise = RowNoise(parameters, self._optimizers, world)
+                self._noise = RowNoise(parameters, [decays[id(p)] ** every for p in parameters], self._group)
             else:
                 self._noise = GradientNoise(parameters, self._group)
         compare(named, self._group, "LocalError")
@@ -201,8 +198,6 @@ class LocalError:
         finally:
             self._stray.expected = False
         self.steps += 1
-        if self._noise is not None:
-            self._noise.observe()
         if self.steps % self.every == 0:
             self.exchange()
         return loss
@@ -218,13 +213,14 @@ class LocalError:
             self._land()
 
     def _launch(self) -> None:
-        engine = self.state._engine
+        engine, beside = self.state._engine, 0
         for part in self._parts:
             part.measure()
         if self._noise is not None:
-            self._noise.sample()  # and takes in the samples of the exchange before
+            beside = self._noise.sample()  # and takes in the samples of the exchange before
             torch._foreach_mul_(self._corrected, self._noise.factors)
         self._form()
+        engine.count_reduced(beside)
         try:
             self._futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
         except Exception as e:
@@ -433,7 +429,7 @@ class LocalError:
                             "model"
                         )
         if self._noise is not None:
-            self._noise.load_state_dict(saved.get("noise"), steps)
+            self._noise.load_state_dict(saved.get("noise"))
         for kind in _SAVED:
             for name, view in (pair for part in self._parts for pair in part.named(kind)):
                 if kind in saved:

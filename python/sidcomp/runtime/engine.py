@@ -25,7 +25,7 @@ from sidcomp.runtime.clipping import clip
 from sidcomp.runtime.cpu_executor import CpuExecutor
 from sidcomp.runtime.cuda_executor import CudaExecutor
 from sidcomp.runtime.executor import Executor
-from sidcomp.runtime.group import Group
+from sidcomp.runtime.group import Group, ring_bytes
 from sidcomp.runtime.growth_check import STEPS, outgrown
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Key, Rates
@@ -371,6 +371,11 @@ class Engine:
     def count_control(self, nbytes: int) -> None:
         """Counts bytes received that are not gradients."""
         self.control += nbytes
+
+    def count_reduced(self, nbytes: int) -> None:
+        """Counts an all-reduce of the door's own among the bytes that travelled."""
+        assert self.exchange is not None
+        self.current.wire += ring_bytes(nbytes, self.exchange.world)
 
     def report(self, error: Exception) -> None:
         self.current.report(error)
