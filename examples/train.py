@@ -63,7 +63,8 @@ class Trainer:
         self.model = self.module
         momentum = args.momentum
         local = compress and args.local_error
-        usual = math.sqrt(dist.get_world_size()) if local else CLIP
+        # A rank's own gradient has more noise, and is larger. Adam's steps do not depend on that.
+        usual = CLIP * math.sqrt(dist.get_world_size()) if local and not args.adamw else CLIP
         self.clip = args.clip if compress and args.clip is not None else usual
         self.carry: torch.Tensor | None = None  # what the task keeps from step to step
         self.state: sidcomp.State | None = None

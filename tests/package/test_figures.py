@@ -76,7 +76,6 @@ def test_the_seeds_of_local_error() -> None:
     labels = {
         "gradient in DDP's hook, with `follow`": "gradient, default",
         "`LocalError`": "local error, default",
-        "`LocalError`, by rows": "local error, by rows",
         "`LocalError`, 1/100": "local error, 1/{}",
         "`LocalError`, 1/200": "local error, 1/200",
         "`LocalError` without noise correction": "local error, default, not corrected",
@@ -92,6 +91,19 @@ def test_the_seeds_of_local_error() -> None:
                 assert label not in found(name), f"{where}: there are figures"
             else:
                 check(signed(cell), over(name, label), where)
+
+
+def test_the_usual_norm_and_rows() -> None:
+    _, *rows = table(LOCAL, "model | ranks | one factor")
+    assert len(rows) == 4
+    for model, ranks, *cells in rows:
+        name = f"adamw-{TASKS[model]}-{ranks}-clip"
+        assert found(name)["dense"] == found(name.removesuffix("-clip"))["dense"]
+        for label, cell in zip(("local error, default", "local error, by rows"), cells, strict=True):
+            if cell == "not measured":
+                assert label not in found(name), f"{name}, {label}: there are figures"
+            else:
+                check(signed(cell), over(name, label), f"{name}, {label}")
 
 
 def test_the_settings_of_local_error() -> None:
@@ -164,7 +176,7 @@ def test_the_goals_of_adamw() -> None:
             *seeds_and_mean("adamw-gpt-2", "local error, default"),
             *seeds_and_mean("adamw-lm-4", "local error, default"),
             *seeds_and_mean("adamw-gpt-4", "local error, default"),
-            *seeds_and_mean("adamw-gpt-4", "local error, by rows"),
+            *seeds_and_mean("adamw-gpt-4-clip", "local error, default"),
         ],
         ("1/100", "AdamW"): [
             *seeds_and_mean("adamw-lm-2", "local error, 1/100"),
@@ -389,17 +401,6 @@ def test_the_sentences_of_local_error() -> None:
     """What the text quotes beside the tables."""
     figures: list[Figure] = []
     for pattern, name, label in (
-        (
-            r"loss is (\d\.\d) % above plain DDP's\nwith the default codec and two-shot",
-            "adamw-gpt-8",
-            "local error, default",
-        ),
-        (r"(\d\.\d) % with `int4` in an eighth", "adamw-gpt-8", "local error, int4"),
-        (
-            r"(\d\.\d) % with the default codec and an all-gather",
-            "adamw-gpt-8",
-            "local error, default, all-gather",
-        ),
         (r"the GRU ends (\d\.\d) % above plain DDP \(seed 0", "adamw-lm-2", "local error, log4, 1/100"),
     ):
         match = re.search(pattern, LOCAL)
@@ -485,24 +486,10 @@ def test_eight_ranks() -> None:
         quoted = re.search(r"(\d\.\d) % above plain DDP(?:'s \(three seeds\)| at a fortieth)", text)
         assert quoted
         check([quoted[1]], [means["local error, default"]], "eight ranks")
-    by_rows = over("adamw-gpt-8", "local error, by rows")
-    quoted = re.search(r"and (\d\.\d) % above with `noise_correction=\"rows\"` \((.*?)\)", ACCURACY)
-    assert quoted
-    check([quoted[1], *signed(quoted[2])], [mean(by_rows), *by_rows], "by rows on eight ranks")
-    quoted = re.search(r"; by rows it is (\d\.\d) % above", LOCAL)
-    assert quoted
-    check([quoted[1]], [mean(by_rows)], "by rows on eight ranks")
-    quoted = re.search(r"on eight ranks, and by rows (\d\.\d) % above \(two seeds\)", LOCAL)
-    assert quoted
-    check([quoted[1]], [mean(over("adamw-lm-8", "local error, by rows"))], "the GRU by rows")
-    assert abs(mean(over("adamw-gpt-4", "local error, by rows"))) < 0.1
     gru = over("adamw-lm-8", "local error, default")
     quoted = re.search(r"The GRU ends (\d\.\d) % below \((.*?)\): reached", ACCURACY)
     assert quoted
     check([f"-{quoted[1]}", *signed(quoted[2])], [mean(gru), *gru], "the GRU on eight ranks")
-    quoted = re.search(r"on the GRU it is (\d\.\d) % below \(three seeds\)", LOCAL)
-    assert quoted
-    check([f"-{quoted[1]}"], [mean(gru)], "the GRU on eight ranks")
     below = re.search(r"\[(\d\.\d) % below plain DDP\]", LOCAL)
     assert below
     check([f"-{below[1]}"], [means["gradient, int4"]], "int4 on eight ranks")
