@@ -151,6 +151,8 @@ class Trainer:
             progress.step(run)
             if self.file is not None and run.step % self.args.checkpoint_every == 0:
                 self.save()
+        if self.local is not None and run.step == self.args.steps and run.step % self.args.every:
+            self.local.exchange()  # what the last steps did
         now = tcp_bytes_sent()
         steps = until - before
         if run.found and sent is not None and now is not None:

@@ -54,6 +54,10 @@ def deadzone() -> sidcomp.State:
     return sidcomp.State("deadzone", bits=0.5)
 
 
+def twoshot() -> sidcomp.State:
+    return sidcomp.State("deadzone", bits=1.0, exchange="twoshot")
+
+
 AVERAGE = {"lr": 1.0, "momentum": 0.0}
 WAYS = {
     "dense": Way("all-reduce", every=1),
@@ -77,6 +81,7 @@ WAYS = {
     "Outer, preset sparseloco": Way("Outer", lambda: sidcomp.preset("sparseloco")),
     "LocalError": Way("LocalError", every=1),
     "LocalError, deadzone": Way("LocalError", deadzone),
+    "LocalError, deadzone, two-shot": Way("LocalError", twoshot),
     "LocalError, deadzone, delay": Way("LocalError", deadzone, {"delay": 1}),
 }
 
@@ -114,7 +119,7 @@ class Run:
             self.outer = sidcomp.Outer(self.module, self.optimizer, self.state, every=every, **how)
             self.state = self.outer.state
         self.plain = self.local is None and self.outer is None  # every step takes equally long
-        self.clip = 1.0 if self.plain else math.sqrt(world)
+        self.clip: float = spec["clip"]
         self.carry: torch.Tensor | None = None
         self.steps = 0
 
@@ -179,6 +184,8 @@ def learn(spec: dict[str, Any], rank: int, world: int) -> dict[str, float]:
         run.outer.average()
     elif run.outer is not None:
         run.outer._land()
+    elif run.local is not None and spec["average"] and spec["steps"] % spec["every"]:
+        run.local.exchange()
     ratio = 1.0
     if run.state is not None:
         all_reduce = 2 * (world - 1) / world * 4 * sum(p.numel() for p in run.parameters)

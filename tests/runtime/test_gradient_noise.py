@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
-from sidcomp.integrations.gradient_noise import TURNS, GradientNoise, RowNoise
+from sidcomp.integrations.gradient_noise import (
+    MEASURED,
+    SKETCHES,
+    TURNS,
+    GradientNoise,
+    RowNoise,
+    SketchNoise,
+)
 from test_local_error import OPTIMIZERS, alike, backward, flat, network
 
 
@@ -161,12 +169,140 @@ def test_a_resumed_estimate_has_the_same_bits(stop: int) -> None:
     assert all(run(resumed, 2, stop))
 
 
-def trained(rank: int, world: int, corrected: bool | str | None, kind: str) -> tuple[float, bool]:
+def sketched(rank: int, world: int, signal: float, steps: int, every: int) -> list[float]:
+    """As `estimated`, but the first parameter is a matrix, and the ranks exchange after `every` steps."""
+    parameters = [torch.zeros(40, 2, 5), torch.zeros(3, 2), torch.zeros(5)]
+    noise = SketchNoise(parameters, [0.99] * 3, every, dist.group.WORLD)
+    for step in range(steps):
+        common = torch.Generator().manual_seed(step)
+        own = torch.Generator().manual_seed(1000 * step + rank + 1)
+        shape = parameters[0].shape
+        parameters[0].grad = signal * torch.randn(shape, generator=common) + torch.randn(shape, generator=own)
+        parameters[1].grad = torch.randn(3, 2, generator=common)
+        noise.note()
+        if (step + 1) % every == 0:
+            noise.sample()
+    noise.land()
+    return [float(f) for f in noise.factors]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("signal", [0.0, 1.0, 10.0])
+def test_sketches_of_all_steps_have_the_ratio_of_the_second_moments(world: int, signal: float) -> None:
+    """Running sums of some 400 squares, each with a relative deviation of sqrt(2), are right to 7 %."""
+    answers = run(sketched, world, signal, 200, 5)
+    assert all(a == answers[0] for a in answers), "the same on all ranks"
+    noisy, clean, none = answers[0]
+    expected = math.sqrt((signal**2 + 1) / (signal**2 + 1 / world))
+    assert noisy == pytest.approx(expected, rel=0.15) and 1 <= noisy <= math.sqrt(world) + 1e-6
+    assert clean == pytest.approx(1, abs=1e-3) and none == 1
+
+
+def unlike_the_last(rank: int, world: int, every: int, noisy: int) -> tuple[float, int]:
+    """What an estimate says if the ranks' gradients are opposite in `noisy` of the steps, at their end, and
+    equal in the others; and the bytes."""
+    p = torch.zeros(30, 20)
+    noise = SketchNoise([p], [1.0], every, dist.group.WORLD)
+    for step in range(every):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+        if step >= every - noisy:
+            p.grad *= (-1) ** rank
+        noise.note()
+    sent = noise.sample()
+    noise.land()
+    return float(noise.factors[0]), sent
+
+
+@pytest.mark.parametrize("every, measured", [(8, 8), (16, 16), (40, 13)])
+def test_all_steps_between_two_exchanges_count(every: int, measured: int) -> None:
+    assert measured <= MEASURED
+    for noisy in (0, 1, every // 2, every):
+        for factor, sent in run(unlike_the_last, 2, every, noisy):
+            assert sent == 4 * measured * (SKETCHES + 1)
+            expected = min(math.sqrt(1 / max(1 - noisy / every, 1e-9)), 2**0.5)
+            assert factor == pytest.approx(expected, rel=0.15 if noisy % every else 1e-3), noisy
+
+
+def sketches_with_nan(rank: int, world: int) -> tuple[float, float]:
+    """The estimate of two steps, the second of which is not finite, and of the first alone."""
+    p = torch.zeros(6, 20)
+    factors = []
+    for broken in (True, False):
+        noise = SketchNoise([p], [1.0], 2, dist.group.WORLD)
+        for step in range(2):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + rank))
+            if step:
+                p.grad *= (float("nan") if rank else 1.0) if broken else 0.0
+            noise.note()
+        noise.sample()
+        noise.land()
+        assert torch.isfinite(noise._sums).all()
+        factors.append(float(noise.factors[0]))
+    return factors[0], factors[1]
+
+
+def test_a_step_that_is_not_finite_does_not_count() -> None:
+    for broken, without in run(sketches_with_nan, 2):
+        assert broken == without and 1 < broken <= 2**0.5
+
+
+def resumed_sketches(rank: int, world: int, stop: int, every: int) -> bool:
+    """Whether an estimate that was saved and loaded goes on with the same bits."""
+    p = torch.zeros(7, 80)
+    whole = SketchNoise([p], [0.95], every, dist.group.WORLD)
+    noise = SketchNoise([p], [0.95], every, dist.group.WORLD)
+    for step in range(2 * every + 3):
+        if step == stop:
+            saved = noise.state_dict()
+            noise = SketchNoise([p], [0.95], every, dist.group.WORLD)
+            noise.load_state_dict(saved)
+            noise.load_state_dict(noise.state_dict())
+        p.grad = torch.randn(7, 80, generator=torch.Generator().manual_seed(10 * step + rank))
+        for one in (whole, noise):
+            one.note()
+            if (step + 1) % every == 0:
+                one.sample()
+    whole.land()
+    noise.land()
+    windows = [one.state_dict()["window"] for one in (whole, noise)]
+    return torch.equal(*windows) and whole._at == noise._at and torch.equal(whole._sums, noise._sums)
+
+
+@pytest.mark.parametrize("stop, every", [(0, 4), (4, 4), (6, 4), (50, 33)])
+def test_resumed_sketches_have_the_same_bits(stop: int, every: int) -> None:
+    assert all(run(resumed_sketches, 2, stop, every))
+
+
+def sketches_of_odd_shapes(rank: int, world: int) -> int:
+    shapes = [(), (1,), (0, 3), (3, 0), (70, 1, 1), (1, 64), (2, 63), (3, 64)]
+    parameters = [torch.zeros(shape) for shape in shapes]
+    noise = SketchNoise(parameters, [0.95] * len(shapes), 3, dist.group.WORLD)
+    assert noise.sample() == 0, "nothing was measured"
+    for _ in range(6):
+        for p in parameters:
+            p.grad = torch.full_like(p, float((-1) ** rank))
+        noise.note()
+    noise.sample()
+    assert noise.sample() == 0, "nothing since"
+    noise.land()
+    torch._foreach_mul_(parameters, noise.factors)
+    for p, f in zip(parameters, noise.factors, strict=True):
+        assert float(f) == pytest.approx(2**0.5 if p.numel() else 1)
+    return len(noise.factors)
+
+
+def test_sketches_of_parameters_of_any_shape() -> None:
+    assert run(sketches_of_odd_shapes, 2) == [8, 8]
+
+
+def trained(
+    rank: int, world: int, corrected: bool | str | None, kind: str, every: int = 1
+) -> tuple[float, bool]:
     """How far the agreed parameters are from where Adam on the mean gradient goes, in one direction."""
     module = network(0)
     optimizer = OPTIMIZERS[kind](module.parameters())
     with sidcomp.State("none") as state:
-        local = sidcomp.LocalError(module, optimizer, state, noise_correction=corrected)
+        local = sidcomp.LocalError(module, optimizer, state, every=every, noise_correction=corrected)
         start = flat(module)
         for step in range(120):
             module.zero_grad()
@@ -175,7 +311,7 @@ def trained(rank: int, world: int, corrected: bool | str | None, kind: str) -> t
                 p.grad += 20 * torch.randn(p.shape, generator=torch.Generator().manual_seed(7 * step + rank))
                 p.grad += 4
             local.step()
-        assert alike(flat(module))
+            assert step % every != every - 1 or alike(flat(module))
         return float((flat(module) - start).mean()), local._noise is not None
 
 
@@ -188,6 +324,37 @@ def test_it_lengthens_the_steps_of_noisy_ranks() -> None:
             "by the ratio of the second moments"
         )
     assert not run(trained, 2, None, "SGD")[0][1], "SGD divides by nothing"
+
+
+def test_it_lengthens_the_steps_between_two_exchanges() -> None:
+    plain, corrected = (run(trained, 4, c, "AdamW", 4)[0][0] for c in (False, None))
+    assert corrected / plain == pytest.approx(math.sqrt((16 + 400) / (16 + 400 / 4)), rel=0.2)
+
+
+def saved_between_two_exchanges(rank: int, world: int, path: str, first: bool) -> list[int]:
+    """The steps whose sketches wait for the next exchange."""
+    module = network(0)
+    optimizer = OPTIMIZERS["AdamW"](module.parameters())
+    with sidcomp.State("topk", density=0.1) as state:
+        local = sidcomp.LocalError(module, optimizer, state, every=3)
+        if first:
+            for step in range(5):
+                module.zero_grad()
+                backward(module, rank, step)
+                local.step()
+            torch.save({"state": state.state_dict(), "local": local.state_dict()}, f"{path}/{rank}")
+        else:
+            files = [torch.load(f"{path}/{r}", weights_only=True) for r in range(2)]
+            state.load_state_dict([f["state"] for f in files])
+            local.load_state_dict(files[rank % 2]["local"])
+        assert isinstance(local._noise, SketchNoise)
+        return list(local._noise._at)
+
+
+def test_sketches_of_another_number_of_ranks_are_dropped(tmp_path: Path) -> None:
+    """As what the optimizers did after the last exchange is."""
+    assert run(saved_between_two_exchanges, 2, str(tmp_path), True) == [[4, 5], [4, 5]]
+    assert run(saved_between_two_exchanges, 3, str(tmp_path), False) == [[], [], []]
 
 
 def of_odd_shapes(rank: int, world: int) -> list[torch.Size]:
@@ -222,10 +389,10 @@ def test_rows_need_an_optimizer_that_divides_by_the_gradients_size() -> None:
         assert "SGD has none: leave noise_correction out" in text
 
 
-def refused(rank: int, world: int, rows: bool, saved: Any) -> str:
+def refused(rank: int, world: int, rows: bool, saved: Any, every: int = 1) -> str:
     module = network(0)
     optimizer = OPTIMIZERS["AdamW"](module.parameters())
-    local = sidcomp.LocalError(module, optimizer, noise_correction="rows" if rows else None)
+    local = sidcomp.LocalError(module, optimizer, every=every, noise_correction="rows" if rows else None)
     state = {**local.state_dict(), "noise": saved}
     with pytest.raises(sidcomp.CheckpointError) as e:
         local.load_state_dict(state)
@@ -239,4 +406,15 @@ def test_a_checkpoint_without_it_is_refused() -> None:
         *((True, saved) for saved in (None, samples, {"exchanges": 3, "sums": torch.ones(2, 7)})),
     ):
         for text in run(refused, 2, by_rows, saved):
+            assert "another noise_correction or by an earlier version" in text
+
+
+def test_a_checkpoint_without_sketches_is_refused() -> None:
+    window, sums = torch.ones(1, 6, SKETCHES), torch.ones(2, 6)
+    whole = {"steps": 3, "at": [3], "window": window, "sums": sums}
+    for saved in (
+        *(None, sums, {**whole, "sums": torch.ones(2, 7)}, {**whole, "window": window[:, :5]}),
+        *({**whole, "at": [2, 3]}, {**whole, "at": ["3"]}, {**whole, "steps": -1}, {**whole, "at": 40 * [3]}),
+    ):
+        for text in run(refused, 2, False, saved, 2):
             assert "another noise_correction or by an earlier version" in text

@@ -18,6 +18,9 @@ SAMPLES = 16  # elements of each parameter
 _DECAY = 0.9  # of the running sums of samples, in each exchange
 NARROW = 64  # elements: shorter rows are not worth a number each
 TURNS = 4  # exchanges in which each row is measured once
+SKETCHES = 4  # numbers that a sketch has for each parameter
+MEASURED = 16  # steps between two exchanges that are measured, at most
+_SHIFTS = 4096  # places in the pool of signs at which a sketch's signs may begin
 SHORTEST = 0.8  # the least decay of a running sum: a row is judged by five measurements or more
 
 _DAMAGED = (
@@ -99,6 +102,140 @@ class GradientNoise:
         self._work = None
         self._sums.copy_(saved)
         self._find()
+
+
+class SketchNoise:
+    """Estimates the same rho for each parameter from all steps between two exchanges. A sample of the last
+    gradient alone says little about the gradients before it, which the update comes from as well.
+
+    In up to 16 steps between two exchanges a rank multiplies each gradient, as a matrix, from both sides by
+    vectors of random signs, four times; the signs are the same on all ranks. The square of such a number is
+    on average the square of the gradient's norm, and the square of the ranks' mean number that of the mean
+    gradient's norm (Alon, Matias and Szegedy 1996, "The space complexity of approximating the frequency
+    moments"). With each exchange the ranks sum five numbers for each parameter and measured step in a small
+    all-reduce. The squares are running sums, which decay as the optimizer's own second moment does. They are
+    used one exchange later, and they are the same on all ranks.
+
+    parameters  float32, with the gradients that are measured
+    decays      of each parameter: how much of a running sum is left after one step, such as Adam's second
+                beta; at least 0.9 is used
+    every       steps between two exchanges
+    factors     1 / sqrt(rho) of each parameter, on the parameters' device
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        decays: Sequence[float],
+        every: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._parameters, self._group = list(parameters), group
+        self._world = dist.get_world_size(group)
+        device, count = self._parameters[0].device, len(self._parameters)
+        self._stride = -(-every // MEASURED)
+        self._matrices = [
+            (p.shape[0], p.numel() // p.shape[0]) if p.dim() > 1 and p.numel() else (1, p.numel())
+            for p in self._parameters
+        ]
+        signs = torch.Generator().manual_seed(0)
+        rows, columns = (max(of) + _SHIFTS for of in zip(*self._matrices, strict=True))
+        self._left = _signs((SKETCHES, rows), signs).to(device)
+        self._right = _signs((columns,), signs).to(device)
+        self._decays = torch.tensor([max(d, _DECAY) for d in decays], device=device)
+        self._steps = 0  # of the optimizer
+        self._at: list[int] = []  # the steps since the last exchange that were measured
+        # what was measured since the last exchange, and what the last exchange sent
+        self._window, self._other = torch.zeros(2, MEASURED, count, SKETCHES + 1, device=device)
+        self._sums = torch.zeros(2, count, device=device)  # of squares: the means', the ranks' own
+        self._sent: tuple[list[int], torch.Tensor, Any] | None = None  # its steps, the values, and the work
+        self.factors = list(torch.ones(count, device=device).unbind())
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """Measures the present gradients. Every rank calls it after each step, before `sample`."""
+        self._steps += 1
+        if self._steps % self._stride or len(self._at) == MEASURED:
+            return
+        sketches = self._window[len(self._at), :, :SKETCHES]
+        self._at.append(self._steps)
+        first = self._steps * 1597 % _SHIFTS  # odd, so that consecutive steps have other signs
+        for p, (rows, columns), sketch in zip(self._parameters, self._matrices, sketches, strict=True):
+            if p.grad is None or not columns:
+                sketch.zero_()
+                continue
+            folded = torch.mv(p.grad.reshape(rows, columns), self._right[first : first + columns])
+            torch.mv(self._left[:, first : first + rows], folded, out=sketch)
+
+    @torch.no_grad()
+    def sample(self) -> int:
+        """Starts to exchange what was measured since the last exchange. Every rank calls it at the same
+        point. Returns the size of this all-reduce, in bytes."""
+        self.land()
+        at, self._at = self._at, []
+        if not at:
+            return 0
+        message = self._window[: len(at)]
+        self._window, self._other = self._other, self._window
+        message[..., SKETCHES] = message[..., :SKETCHES].square().sum(-1)
+        self._sent = at, message, dist.all_reduce(message, group=self._group, async_op=True)
+        return 4 * int(message.numel())
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Waits for what was sent last, and adds it to the estimate."""
+        if self._sent is None:
+            return
+        at, message, work = self._sent
+        self._sent = None
+        work.wait()
+        message /= self._world
+        squares = torch.stack((message[..., :SKETCHES].square().sum(-1), message[..., SKETCHES]))
+        # What is not finite does not count, on any rank.
+        squares = torch.where(torch.isfinite(squares).all(0), squares, 0.0)
+        ages = torch.tensor([at[-1] - step for step in at], device=squares.device)
+        weights = self._decays ** ages[:, None]
+        self._sums *= self._decays ** (len(at) * self._stride)
+        self._sums += (squares * weights).sum(1)
+        self._find()
+
+    def _find(self) -> None:
+        means, own = self._sums
+        rho = torch.where(own > 0, means / own, 1.0).clamp_(1 / self._world, 1)
+        self.factors = list(rho.rsqrt_().unbind())
+
+    def forget(self) -> None:
+        """Drops what was measured since the last exchange."""
+        self._at = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps, which of them were measured since the last exchange, what was measured,
+        (measured, parameters, 4) float32, and the running sums, (2, parameters) float32."""
+        self.land()
+        window = self._window[: len(self._at), :, :SKETCHES].clone()
+        return {"steps": self._steps, "at": list(self._at), "window": window, "sums": self._sums.clone()}
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Loads a result of `state_dict`. Raises CheckpointError."""
+        saved = saved if isinstance(saved, dict) else {}
+        at = saved.get("at")
+        at = at if isinstance(at, list) and len(at) <= len(self._window) else []
+        window, sums, steps = saved.get("window"), saved.get("sums"), saved.get("steps")
+        shapes = (len(at), len(self._parameters), SKETCHES), tuple(self._sums.shape)
+        for values, shape in zip((window, sums), shapes, strict=True):
+            if not isinstance(values, torch.Tensor) or values.shape != shape:
+                raise CheckpointError(_DAMAGED.format(f"has no 'window' and 'sums' of shapes {shapes}"))
+        if not all(isinstance(step, int) and step >= 0 for step in (steps, *at)):
+            raise CheckpointError(_DAMAGED.format("has no 'steps' and 'at' that count steps"))
+        self._sent = None
+        self._steps, self._at = saved["steps"], list(at)
+        self._window[: len(at), :, :SKETCHES].copy_(saved["window"])
+        self._sums.copy_(saved["sums"])
+        self._find()
+
+
+def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 2, shape, generator=generator).float().mul_(2).sub_(1)
 
 
 class RowNoise:

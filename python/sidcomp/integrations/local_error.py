@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
-from sidcomp.integrations.gradient_noise import GradientNoise, RowNoise
+from sidcomp.integrations.gradient_noise import GradientNoise, RowNoise, SketchNoise
 from sidcomp.integrations.local_parts import (
     Optimizers,
     Part,
@@ -73,9 +73,10 @@ class LocalError:
                     [None] True: lengthens each rank's own steps, parameter by parameter, by as much as the
                     noise of its own gradient shortens them. (Adam divides by the size of the gradient, and a
                     rank's own gradient is up to sqrt(W) times as large as the mean of W ranks.) The ranks
-                    compare samples of their gradients. None: the parameters of optimizers with two betas,
-                    such as Adam. "rows": these, row by row; in each exchange the ranks compare two numbers
-                    for every fourth row, in float32
+                    compare samples of their gradients or, with every > 1, sketches of the gradients of up to
+                    16 steps between two exchanges. None: the parameters of optimizers with two betas, such
+                    as Adam. "rows": these, row by row; in each exchange the ranks compare two numbers for
+                    every fourth row, in float32
     delay           [0] 1: an exchange takes place during the next forward and backward pass, and its mean is
                     applied one exchange later
     process_group   [None] the ranks to average over; None: the State's, else the default group
@@ -167,11 +168,13 @@ class LocalError:
             if id(p) in decays
         ]
         self._corrected = [update for _, update in corrected]
-        self._noise: GradientNoise | RowNoise | None = None
+        self._noise: GradientNoise | RowNoise | SketchNoise | None = None
         if corrected and dist.get_world_size(self._group) > 1:
             parameters = [p for p, _ in corrected]
             if noise_correction == "rows":
                 self._noise = RowNoise(parameters, [decays[id(p)] ** every for p in parameters], self._group)
+            elif every > 1:
+                self._noise = SketchNoise(parameters, [decays[id(p)] for p in parameters], every, self._group)
             else:
                 self._noise = GradientNoise(parameters, self._group)
         compare(named, self._group, "LocalError")
@@ -198,6 +201,8 @@ class LocalError:
         finally:
             self._stray.expected = False
         self.steps += 1
+        if isinstance(self._noise, SketchNoise):
+            self._noise.note()
         if self.steps % self.every == 0:
             self.exchange()
         return loss
@@ -446,6 +451,8 @@ class LocalError:
         for part in self._parts if self._arriving else ():
             part.agreed.sub_(part.update)
         self._arriving = False
+        if isinstance(self._noise, SketchNoise):
+            self._noise.forget()
         self._settle(keep=False)
 
 
