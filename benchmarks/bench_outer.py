@@ -21,6 +21,7 @@ says so. --equal-time trains as the times were measured.
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from itertools import pairwise
@@ -151,8 +152,8 @@ def lab(args: argparse.Namespace) -> None:
         if old["title"] != title:
             raise ValueError(f"{file.name} has {old['title']!r}, and this would be {title!r}: move it away")
     spec = {
-        "task": args.task, "bfloat16": args.bfloat16, "seed": 0, "every": (args.every or [30])[0],
-        "ways": cells, "steps": args.lab_steps, "rounds": args.rounds,
+        "task": args.task, "bfloat16": args.bfloat16, "seed": 0, "clip": args.clip,
+        "every": (args.every or [30])[0], "ways": cells, "steps": args.lab_steps, "rounds": args.rounds,
         "lose": args.lose, "deadline": args.deadline,
     }  # fmt: skip
     with (
@@ -216,16 +217,20 @@ def lab(args: argparse.Namespace) -> None:
 def fill(args: argparse.Namespace, name: str, head: dict[str, Any], cells: Cells) -> dict[str, Any]:
     """Measures what is missing in the file of this name, and returns what it then has. head: what the
     file has beside rows. Raises ValueError if it has such a row of, say, other steps, or losses of another
-    precision."""
+    precision or clip."""
     kept = RESULTS / f"{name}.json"
-    head = {**head, "bfloat16": args.bfloat16}
+    head = {**head, "bfloat16": args.bfloat16, "clip": args.clip}
     record = {**head, "found": {}}
     if args.save and kept.exists():
-        record = {"bfloat16": True, **json.loads(kept.read_text())}
+        # Before --clip, a rank that trained on its own clipped at the root of the number of ranks.
+        record = {"bfloat16": True, "clip": math.sqrt(args.world), **json.loads(kept.read_text())}
         if record["bfloat16"] is not args.bfloat16:
             raise ValueError(
                 f"{kept.name} has losses of another precision than {precision(args)}: move it away"
             )
+        if not math.isclose(record["clip"], args.clip, rel_tol=0.01):
+            raise ValueError(f"{kept.name} has losses with --clip {record['clip']:.3g}: give that")
+        args.clip = record["clip"]
     found: dict[str, Any] = record["found"]
     for label, _, _, says in cells:
         of = found.get(label, says)
@@ -237,7 +242,7 @@ def fill(args: argparse.Namespace, name: str, head: dict[str, Any], cells: Cells
             if str(seed) in of["loss"]:
                 continue
             whole = "seconds" in says  # the steps are whole rounds, so the last exchange has just begun
-            spec = {"task": args.task, "bfloat16": args.bfloat16, "seed": seed}
+            spec = {"task": args.task, "bfloat16": args.bfloat16, "seed": seed, "clip": args.clip}
             spec |= {"way": way, "steps": of["steps"], "every": every, "average": not whole}
             one = measure(args, spec)
             of["loss"][str(seed)], of["ratio"] = one["loss"], one["ratio"]
@@ -267,7 +272,8 @@ def at_equal_tokens(args: argparse.Namespace) -> None:
     found = fill(args, name, {}, cells)
     note = (
         f"{TASKS[args.task].title}, AdamW, {args.world} ranks, {args.steps} steps of all ranks (--task "
-        f"{args.task} --world {args.world} --steps {args.steps}), in {precision(args)}. Over dense: "
+        f"{args.task} --world {args.world} --steps {args.steps}), in {precision(args)}, gradients clipped "
+        f"at {args.clip:g}. Over dense: "
         "the mean of what each seed loses to an all-reduce in every step with that seed."
     )
     show(args, name, "Outer: loss at equal tokens", rows(found), note)
@@ -303,9 +309,10 @@ def at_equal_time(args: argparse.Namespace) -> None:
     found = fill(args, name, {"times": file.stem}, cells)
     note = (
         f"{TASKS[args.task].title}, AdamW, {args.world} ranks (--task {args.task} --equal-time T --times "
-        f"{file.stem}), in {precision(args)}. Steps: whole rounds that fit in these seconds, at the mean ms "
-        "a step of that file. The warm-up is a tenth of the steps, at most 20, and the cosine ends with the "
-        "steps. Over DDP: the mean of what each seed loses to plain DDP in the same time with that seed."
+        f"{file.stem}), in {precision(args)}, gradients clipped at {args.clip:g}. Steps: whole rounds that "
+        "fit in these seconds, at the mean ms a step of that file. The warm-up is a tenth of the steps, at "
+        "most 20, and the cosine ends with the steps. Over DDP: the mean of what each seed loses to plain "
+        "DDP in the same time with that seed."
     )
     show(args, name, f"Outer: loss at equal time, {times['title']}", rows_at_equal_time(found), note)
 
@@ -320,6 +327,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--steps", type=int, default=300, help="of each row (default 300)")
     add("--every", type=int, nargs="+", help="steps between two exchanges (default 5 30; --lab: 30)")
     add("--seeds", type=int, default=1, help="0, 1, ... (default 1)")
+    add("--clip", type=float, default=1.0, help="norm that gradients are clipped at (default 1)")
     add("--only", help="the rows that begin with this, and dense")
     add("--save", action="store_true", help="keep the results in benchmarks/results")
     add("--lab", action="store_true", help="time steps over an emulated network")

@@ -242,6 +242,25 @@ def test_losses_of_two_precisions_are_not_mixed(
     assert (tmp_path / f"{names[now]}.json").read_text() == before
 
 
+def test_losses_of_two_clips_are_not_mixed(
+    timed: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--world", "2", "--ways", "DDP", "--save"]
+    assert bench_outer.main([*given, "--clip", "0.5"]) == 0
+    assert [spec["clip"] for spec in timed] == 2 * [0.5]
+    assert bench_outer.main([*given, "--seeds", "2"]) == 2 and len(timed) == 2
+    assert "--clip 0.5: give that" in capsys.readouterr().err
+    (kept,) = tmp_path.glob("outer-lm-2*.json")
+    assert "clipped at 0.5" in kept.with_suffix(".md").read_text()
+    record = json.loads(kept.read_text())
+    del record["clip"]  # as before there was --clip
+    kept.write_text(compact_json.dumps(record))
+    assert bench_outer.main([*given, "--clip", "0.5"]) == 2
+    assert "--clip 1.41: give that" in capsys.readouterr().err
+    assert bench_outer.main([*given, "--clip", "1.41", "--seeds", "2"]) == 0 and len(timed) == 4
+    assert timed[-1]["clip"] == 2**0.5
+
+
 def test_times_of_two_precisions_are_not_mixed(
     timed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
