@@ -105,8 +105,14 @@ class GradientNoise:
 
 
 class SketchNoise:
-    """Estimates the same rho for each parameter from all steps between two exchanges. A sample of the last
-    gradient alone says little about the gradients before it, which the update comes from as well.
+    """Estimates the same rho for each parameter from all steps between two exchanges, and corrects steps by
+    half. A sample of the last gradient alone says little about the gradients before it, which the update
+    comes from as well.
+
+    Lengthening what the ranks exchange, as after one step, overshoots in the directions in which the steps
+    since the last exchange have converged already. Lengthening each step makes the ranks' points more
+    different than compression can repair. So `lengthen` makes each step longer by the root of the factor,
+    and what is exchanged is lengthened by this root once more.
 
     In up to 16 steps between two exchanges a rank multiplies each gradient, as a matrix, from both sides by
     vectors of random signs, four times; the signs are the same on all ranks. The square of such a number is
@@ -120,7 +126,9 @@ class SketchNoise:
     decays      of each parameter: how much of a running sum is left after one step, such as Adam's second
                 beta; at least 0.9 is used
     every       steps between two exchanges
-    factors     1 / sqrt(rho) of each parameter, on the parameters' device
+    It keeps 4 bytes for each element of the parameters.
+
+    factors     the root of 1 / sqrt(rho) of each parameter, on the parameters' device: half of the correction
     """
 
     def __init__(
@@ -133,6 +141,7 @@ class SketchNoise:
         self._parameters, self._group = list(parameters), group
         self._world = dist.get_world_size(group)
         device, count = self._parameters[0].device, len(self._parameters)
+        self._before = [torch.empty_like(p) for p in self._parameters]
         self._stride = -(-every // MEASURED)
         self._matrices = [
             (p.shape[0], p.numel() // p.shape[0]) if p.dim() > 1 and p.numel() else (1, p.numel())
@@ -148,8 +157,18 @@ class SketchNoise:
         # what was measured since the last exchange, and what the last exchange sent
         self._window, self._other = torch.zeros(2, MEASURED, count, SKETCHES + 1, device=device)
         self._sums = torch.zeros(2, count, device=device)  # of squares: the means', the ranks' own
-        self._sent: tuple[list[int], torch.Tensor, Any] | None = None  # its steps, the values, and the work
-        self.factors = list(torch.ones(count, device=device).unbind())
+        self._sent: tuple[list[int], torch.Tensor, Any] | None = None  # the steps, the values, and the work
+        self._find()
+
+    @torch.no_grad()
+    def mark(self) -> None:
+        """Call it before the optimizer steps."""
+        torch._foreach_copy_(self._before, self._parameters)
+
+    @torch.no_grad()
+    def lengthen(self) -> None:
+        """Lengthens what the optimizer has done since `mark`. A factor of 1 changes no bit."""
+        torch._foreach_lerp_(self._parameters, self._before, self._weights)
 
     @torch.no_grad()
     def note(self) -> None:
@@ -188,7 +207,8 @@ class SketchNoise:
             return
         at, message, work = self._sent
         self._sent = None
-        work.wait()
+        if work is not None:
+            work.wait()
         message /= self._world
         squares = torch.stack((message[..., :SKETCHES].square().sum(-1), message[..., SKETCHES]))
         # What is not finite does not count, on any rank.
@@ -202,35 +222,52 @@ class SketchNoise:
     def _find(self) -> None:
         means, own = self._sums
         rho = torch.where(own > 0, means / own, 1.0).clamp_(1 / self._world, 1)
-        self.factors = list(rho.rsqrt_().unbind())
+        factors = rho.pow_(-0.25)
+        self.factors, self._weights = list(factors.unbind()), list((1 - factors).unbind())
 
     def forget(self) -> None:
-        """Drops what was measured since the last exchange."""
-        self._at = []
+        """Drops what was measured and is not part of the estimate yet."""
+        self._at, self._sent = [], None
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps, which of them were measured since the last exchange, what was measured,
-        (measured, parameters, 4) float32, and the running sums, (2, parameters) float32."""
-        self.land()
-        window = self._window[: len(self._at), :, :SKETCHES].clone()
-        return {"steps": self._steps, "at": list(self._at), "window": window, "sums": self._sums.clone()}
+        """The number of steps, the running sums, (2, parameters) float32, which steps were measured since
+        the last exchange, and what was measured, (measured, parameters, 4) float32; and what the last
+        exchange has sent, if it is not part of the running sums yet: its steps, and what arrived, (measured,
+        parameters, 5) float32."""
+        if self._sent is not None and self._sent[2] is not None:
+            self._sent[2].wait()
+        at, message = self._sent[:2] if self._sent is not None else ([], self._other[:0])
+        return {
+            "steps": self._steps,
+            "sums": self._sums.clone(),
+            "at": list(self._at),
+            "window": self._window[: len(self._at), :, :SKETCHES].clone(),
+            "sent at": list(at),
+            "sent": message.clone(),
+        }
 
     def load_state_dict(self, saved: Any) -> None:
         """Loads a result of `state_dict`. Raises CheckpointError."""
         saved = saved if isinstance(saved, dict) else {}
-        at = saved.get("at")
-        at = at if isinstance(at, list) and len(at) <= len(self._window) else []
-        window, sums, steps = saved.get("window"), saved.get("sums"), saved.get("steps")
-        shapes = (len(at), len(self._parameters), SKETCHES), tuple(self._sums.shape)
-        for values, shape in zip((window, sums), shapes, strict=True):
+        times = [saved.get("at"), saved.get("sent at")]
+        at, sent = (x if isinstance(x, list) and len(x) <= MEASURED else [] for x in times)
+        count = len(self._parameters)
+        shapes = {
+            "sums": (2, count),
+            "window": (len(at), count, SKETCHES),
+            "sent": (len(sent), count, SKETCHES + 1),
+        }
+        for name, shape in shapes.items():
+            values = saved.get(name)
             if not isinstance(values, torch.Tensor) or values.shape != shape:
-                raise CheckpointError(_DAMAGED.format(f"has no 'window' and 'sums' of shapes {shapes}"))
-        if not all(isinstance(step, int) and step >= 0 for step in (steps, *at)):
-            raise CheckpointError(_DAMAGED.format("has no 'steps' and 'at' that count steps"))
-        self._sent = None
+                raise CheckpointError(_DAMAGED.format(f"has no {name!r} of shape {shape}"))
+        if not all(isinstance(step, int) and step >= 0 for step in (saved.get("steps"), *at, *sent)):
+            raise CheckpointError(_DAMAGED.format("has no 'steps', 'at' and 'sent at' that count steps"))
         self._steps, self._at = saved["steps"], list(at)
-        self._window[: len(at), :, :SKETCHES].copy_(saved["window"])
         self._sums.copy_(saved["sums"])
+        self._window[: len(at), :, :SKETCHES].copy_(saved["window"])
+        message = self._other[: len(sent)].copy_(saved["sent"])
+        self._sent = (list(sent), message, None) if sent else None
         self._find()
 
 

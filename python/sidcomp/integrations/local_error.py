@@ -74,16 +74,17 @@ class LocalError:
                     noise of its own gradient shortens them. (Adam divides by the size of the gradient, and a
                     rank's own gradient is up to sqrt(W) times as large as the mean of W ranks.) The ranks
                     compare samples of their gradients or, with every > 1, sketches of the gradients of up to
-                    16 steps between two exchanges. None: the parameters of optimizers with two betas, such
-                    as Adam. "rows": these, row by row; in each exchange the ranks compare two numbers for
-                    every fourth row, in float32
+                    16 steps between two exchanges; then half of the correction is made in each step. None:
+                    the parameters of optimizers with two betas, such as Adam. "rows": these, row by row; in
+                    each exchange the ranks compare two numbers for every fourth row, in float32
     delay           [0] 1: an exchange takes place during the next forward and backward pass, and its mean is
                     applied one exchange later
     process_group   [None] the ranks to average over; None: the State's, else the default group
 
     It takes 12 bytes for each parameter (the agreed parameters, those after the last exchange, and what is
-    exchanged); the State's residual takes another 4. On CUDA everything stays on the device. The host waits
-    once in each exchange, for the report that says whether it was finite. None of this has run on a GPU.
+    exchanged), with every > 1 and the noise correction 16; the State's residual takes another 4. On CUDA
+    everything stays on the device. The host waits once in each exchange, for the report that says whether it
+    was finite. None of this has run on a GPU.
 
     If what a rank did is not finite, the exchange is discarded, and all ranks lose what they did since the
     previous one. Raises ArgumentError, SetupError or UnsupportedError, which say what to change: also if the
@@ -195,14 +196,18 @@ class LocalError:
         what it had not sent before. Call `scaler.update()` as usual. Every rank must call `step` the same
         number of times. Of several optimizers it calls each one's, in order; these, and a GradScaler, take
         no closure. Returns what the last one returns; raises the errors of the exchange."""
+        sketches = self._noise if isinstance(self._noise, SketchNoise) else None
+        if sketches is not None:
+            sketches.mark()
         self._stray.expected = True
         try:
             loss = take_step(self._optimizers, closure, scaler)
         finally:
             self._stray.expected = False
         self.steps += 1
-        if isinstance(self._noise, SketchNoise):
-            self._noise.note()
+        if sketches is not None:
+            sketches.lengthen()
+            sketches.note()
         if self.steps % self.every == 0:
             self.exchange()
         return loss
@@ -257,6 +262,8 @@ class LocalError:
             self._settle(keep=False)
             raise
         engine.quiet()  # discards the step, if what some rank sent was not finite
+        if isinstance(self._noise, SketchNoise):  # it has arrived beside the means
+            self._noise.land()
         finite = engine.counts()
         for part in self._parts if finite else ():
             part.agreed.sub_(part.update)
