@@ -355,6 +355,38 @@ def test_it_lengthens_the_steps_between_two_exchanges() -> None:
     assert corrected / plain == pytest.approx(math.sqrt((16 + 400) / (16 + 400 / 4)), rel=0.2)
 
 
+def averaged(rank: int, world: int, parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The parameters of LocalSteps without and with a correction, and of LocalError, all uncompressed."""
+    found = []
+    for corrected, make in ((False, "LocalSteps"), (True, "LocalSteps"), (True, "LocalError")):
+        module = network(0)
+        optimizer = OPTIMIZERS["AdamW"](module.parameters())
+        how = {"parts": parts} if make == "LocalSteps" else {}
+        with sidcomp.State("none") as state:
+            local = getattr(sidcomp, make)(
+                module, optimizer, state, every=4, noise_correction=corrected, **how
+            )
+            for step in range(24):
+                module.zero_grad()
+                backward(module, rank, step)
+                for p in module.parameters():
+                    draw = torch.Generator().manual_seed(7 * step + rank)
+                    p.grad += 4 + 20 * torch.randn(p.shape, generator=draw)
+                local.step()
+            found.append(flat(module))
+    return found[0], found[1], found[2]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_averaging_with_the_correction_is_local_error_without_a_codec(parts: int) -> None:
+    start = flat(network(0))
+    for plain, corrected, local in run(averaged, 2, parts):
+        longer = (corrected - start).mean() / (plain - start).mean()
+        assert 1.15 < longer < 2**0.5, "the noise shortened the steps by up to the root of 2"
+        if parts == 1:
+            assert torch.equal(corrected, local)
+
+
 def saved_between_two_exchanges(rank: int, world: int, path: str, first: bool) -> list[int]:
     """The steps whose sketches wait for the next exchange."""
     module = network(0)

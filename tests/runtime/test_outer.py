@@ -198,13 +198,14 @@ def test_the_default_learns_at_few_bytes() -> None:
         assert last < 0.5 * first and ratio > 20
 
 
-def resumed(rank: int, world: int, stop: int, delay: int, parts: int = 1) -> bool:
+def resumed(rank: int, world: int, stop: int, delay: int, parts: int = 1, noise: bool = False) -> bool:
     """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
 
     def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
         module = network(seed)
         optimizer = OPTIMIZERS["Adam"](module.parameters())
-        outer = sidcomp.Outer(module, optimizer, every=EVERY, delay=delay, parts=parts)
+        how: dict[str, Any] = {"delay": delay, "parts": parts, "noise_correction": noise}
+        outer = sidcomp.Outer(module, optimizer, every=EVERY, **how)
         with outer.state as state:
             names = {"module": module, "optimizer": optimizer, "state": state, "outer": outer}
             return go_on(rank, first, last, saved, names)
@@ -214,18 +215,20 @@ def resumed(rank: int, world: int, stop: int, delay: int, parts: int = 1) -> boo
 
 
 @pytest.mark.parametrize(
-    "stop, delay, parts",
+    "stop, delay, parts, noise",
     [
-        (6, 0, 1),
-        (6, 3, 1),
-        (7, 2, 2),  # the second part is in flight
-        pytest.param(8, 0, 1, marks=SLOW),
-        pytest.param(8, 3, 1, marks=SLOW),
-        pytest.param(7, 0, 2, marks=SLOW),
+        (6, 0, 1, False),
+        (6, 3, 1, True),
+        (7, 2, 2, False),  # the second part is in flight
+        (9, 2, 2, True),  # the first part is, and so are the sketches
+        pytest.param(6, 3, 1, False, marks=SLOW),
+        pytest.param(8, 0, 1, False, marks=SLOW),
+        pytest.param(8, 3, 1, False, marks=SLOW),
+        pytest.param(7, 0, 2, True, marks=SLOW),
     ],
 )
-def test_a_resumed_run_has_the_same_bits(stop: int, delay: int, parts: int) -> None:
-    assert all(run(resumed, 2, stop, delay, parts))
+def test_a_resumed_run_has_the_same_bits(stop: int, delay: int, parts: int, noise: bool) -> None:
+    assert all(run(resumed, 2, stop, delay, parts, noise))
 
 
 def on_ranks(rank: int, world: int, path: str, kind: str, delay: int) -> list[float]:
@@ -514,6 +517,8 @@ def refused(rank: int, world: int, wrong: dict[str, Any]) -> str:
         ({"parts": 3, "every": 8, "delay": 3}, "a delay of at most 2"),
         ({"parts": 2, "state": {"codec": "topk", "groups": "model"}}, "several parts"),
         ({"parts": 2, "state": {"codec": "topk", "full_every": 3}}, "leave one of them out"),
+        ({"noise_correction": True}, "SGD has none: leave it out"),
+        ({"noise_correction": True, "deadline": 5.0}, "some may be late: leave one of them out"),
         ({}, "no outer momentum"),
     ],
 )
@@ -537,6 +542,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("LocalError", {"noise_correction": "no"}, "noise_correction='no': give True or False"),
     *((kind, wrong, said) for kind in ("Outer", "LocalSteps") for wrong, said in [
         ({"host": "yes"}, "host='yes': give True or False"),
+        ({"noise_correction": "rows"}, "noise_correction='rows': give True or False"),
         ({"delay": True}, "delay=True"),
     ]),
     *((kind, wrong, said) for kind in ("Outer", "LocalSteps", "LocalError") for wrong, said in [

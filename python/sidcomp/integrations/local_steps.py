@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import ArgumentError, CheckpointError, ExchangeError, SetupError
+from sidcomp.config.accuracy import adaptive
+from sidcomp.errors import ArgumentError, CheckpointError, ExchangeError, SetupError, UnsupportedError
+from sidcomp.integrations.gradient_noise import SketchNoise
 from sidcomp.integrations.local_parts import (
     Optimizers,
     Part,
@@ -68,11 +70,16 @@ class LocalSteps:
                     travels at a time. No group of the State may be in several parts
     host            [False] for parameters on a GPU. True: the common point, the update and the State's memory
                     are in the host's memory, which encodes, decodes and exchanges, over Gloo
+    noise_correction
+                    [False] True: lengthens the steps of optimizers with two betas, such as Adam, by as much
+                    as the noise of a rank's own gradient shortens them, as in `LocalError`: half in each
+                    step, and half of what is exchanged. Not with shards, and not with host=True on a GPU
     process_group   [None] the ranks to average over; None: the State's, else the default group. With FSDP2
                     inside a node: the ranks of all nodes that hold the same shard as this one
 
-    It takes 8 bytes for each float32 parameter (the common point and the update), with a delay 12, beside the
-    State's memory. If an update is not finite on any rank, all ranks return to the common point.
+    It takes 8 bytes for each float32 parameter (the common point and the update), with a delay 4 more and
+    with noise_correction 4 more, beside the State's memory. If an update is not finite on any rank, all ranks
+    return to the common point.
 
     Raises ArgumentError or SetupError, which say what to change: if `every` or `delay` is out of range, if
     the ranks' parameters differ in name, shape or dtype, or if the optimizer lacks some. A step of the
@@ -89,6 +96,7 @@ class LocalSteps:
         delay: int = 0,
         parts: int = 1,
         host: bool = False,
+        noise_correction: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
@@ -98,6 +106,7 @@ class LocalSteps:
         check_state(state)
         check(module, every, state, type(self).__name__)
         check_flag("host", host)
+        check_flag("noise_correction", noise_correction)
         if not isinstance(delay, int) or isinstance(delay, bool) or not 0 <= delay <= every:
             raise ArgumentError(f"delay={delay!r}: give a number of steps from 0 to every={every}")
         given = named_group(state, process_group)
@@ -118,8 +127,40 @@ class LocalSteps:
         self._at = [i * every // parts for i in range(parts)]
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._flying: list[int] = []  # of `_together`: their means have not been applied yet
+        corrected = self._decays() if noise_correction else {}
+        self._noise: SketchNoise | None = None
+        # of each part: the updates that are lengthened, and where their factors are
+        self._updates: list[list[tuple[torch.Tensor, int]]] = [[] for _ in self._parts]
         self._stray = Stray(self, self._optimizers, type(self).__name__)
         self._start(named, process_group)
+        if corrected and self._world > 1:
+            self._measure_noise(corrected)
+
+    def _measure_noise(self, decays: dict[int, float]) -> None:
+        """decays: of the second moment in one step, of the parameters whose steps are lengthened."""
+        parameters = [p for part in self._parts for p in part.parameters if id(p) in decays]
+        each_decay = [decays[id(p)] for p in parameters]
+        self._noise = SketchNoise(parameters, each_decay, self.every, self._group)
+        place = {id(p): i for i, p in enumerate(parameters)}
+        for part, updates in zip(self._parts, self._updates, strict=True):
+            pairs = zip(part.parameters, part.update_views, strict=True)
+            updates += [(update, place[id(p)]) for p, update in pairs if id(p) in place]
+
+    def _decays(self) -> dict[int, float]:
+        """The second beta of each parameter that has one. Raises ArgumentError or UnsupportedError."""
+        if self._shards.part:
+            raise UnsupportedError("noise_correction=True does not take shards of FSDP yet: leave it out")
+        if any(part.update.device != part.parameters[0].device for part in self._parts):
+            raise UnsupportedError(
+                "noise_correction=True with host=True needs parameters on a CPU: leave one out"
+            )
+        groups = [g for o in self._optimizers if adaptive(o) for g in o.param_groups if g.get("betas")]
+        if not groups:
+            raise ArgumentError(
+                "noise_correction=True lengthens the steps of optimizers with two betas, such as Adam, and "
+                f"{type(self._optimizers[0]).__name__} has none: leave it out"
+            )
+        return {id(p): g["betas"][-1] for g in groups for p in g["params"]}
 
     def _start(self, named: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
         """Gives all ranks the same parameters, and makes what their exchanges need."""
@@ -145,12 +186,17 @@ class LocalSteps:
         is time to. Each rank's scale is its own. Every rank calls it equally often. Of several optimizers it
         calls each one's, in order; these, and a GradScaler, take no closure. Returns what the last one
         returns; raises the errors of the exchange."""
+        if self._noise is not None:
+            self._noise.mark()
         self._stray.expected = True
         try:
             loss = take_step(self._optimizers, closure, scaler)
         finally:
             self._stray.expected = False
         self.steps += 1
+        if self._noise is not None:
+            self._noise.lengthen()
+            self._noise.note()
         self._exchange()
         return loss
 
@@ -233,17 +279,30 @@ class LocalSteps:
         for _, part in which:
             part.measure()
             part.leave()
+        beside = self._correct(together)
         if self._shards.part and not self._shards.all_agree(_finite(part for _, part in which)):
             for _, part in which:  # so that the ranks of all shards discard it, not only those that have it
                 part.update.fill_(float("nan"))
         with self._of_all_shards():
             if engine.layout is None:
                 self._form()
+        engine.count_reduced(beside)
         with self._of_all_shards(self._fail):
             self._futures = [engine.ready(n, part.update) for n, part in which]
             if len(which) < len(self._parts):
                 engine.end_early()
         self._flying = together
+
+    def _correct(self, together: list[int]) -> int:
+        """Lengthens what is exchanged, and starts to exchange the sketches. Returns the bytes of these."""
+        if self._noise is None:
+            return 0
+        beside = self._noise.sample() if 0 in together else 0
+        pairs = [pair for i in together for n in self._together[i] for pair in self._updates[n]]
+        if pairs:
+            factors = self._noise.factors
+            torch._foreach_mul_([update for update, _ in pairs], [factors[i] for _, i in pairs])
+        return beside
 
     @torch.no_grad()
     def _land(self) -> None:
@@ -256,6 +315,8 @@ class LocalSteps:
             for future in futures:
                 future.wait()
         self._find()
+        if self._noise is not None and 0 in together:
+            self._noise.land()
         self._apply(together)
         if 0 in together:
             broadcast(list(self.module.buffers()), self._group)
@@ -317,7 +378,9 @@ class LocalSteps:
             if self._flying
         }
         cut: dict[str, Any] = {"parts": len(self._at)} if len(self._at) > 1 else {}
-        numbers = {"steps": self.steps, "every": self.every, "world": self._world}
+        numbers: dict[str, Any] = {"steps": self.steps, "every": self.every, "world": self._world}
+        if self._noise is not None:
+            numbers["noise"] = self._noise.state_dict()
         if self._shards.part:
             cut["part"] = self._shards.part
         return {**numbers, **cut, "points": points, "in flight": flying}
@@ -372,6 +435,8 @@ class LocalSteps:
                         f"{tuple(view.shape)}, but {found}: the dictionary is damaged, or of another model"
                     )
         self._land()
+        if self._noise is not None:
+            self._noise.load_state_dict(saved.get("noise"))
         self._find()
         self.steps, self._flying = steps, together
         for part in self._parts:
@@ -385,6 +450,8 @@ class LocalSteps:
                     view.copy_(flying[kind][name])
         self._take(saved)
         if saved.get("world", self._world) != self._world:
+            if self._noise is not None:
+                self._noise.forget()
             if together:
                 self._flying = []
                 self._apply(together)

@@ -48,7 +48,7 @@ class Outer(LocalSteps):
     residual by 0.95 in each exchange, which takes the place of the outer momentum, and moves by the mean.
     lr=1, momentum=0 is plain averaging, as in `LocalSteps`.
 
-    module, optimizer, host, process_group
+    module, optimizer, host, noise_correction, process_group
                     as in `LocalSteps`; with host=True the outer momentum, too, is in the host's memory
     state           [None] for the exchanges; None: State("topk", density=1 / 64, values="log4",
                     indices="packed", beta=0.95)
@@ -89,6 +89,7 @@ class Outer(LocalSteps):
         deadline: float | None = None,
         stale: int = 10,
         host: bool = False,
+        noise_correction: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if state is not None:
@@ -105,6 +106,11 @@ class Outer(LocalSteps):
             raise ArgumentError(f"stale={stale!r}: give a number of missed exchanges, at least 0")
         if state is None:
             state = State("topk", density=1 / 64, values="log4", indices="packed", beta=0.95)
+        if deadline is not None and noise_correction:
+            raise UnsupportedError(
+                f"deadline={deadline}: noise_correction=True compares the gradients of all ranks, and some "
+                "may be late: leave one of them out"
+            )
         if deadline is not None:
             _check_deadline(deadline, parts, state, module, process_group)
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
@@ -115,6 +121,7 @@ class Outer(LocalSteps):
         self._behind = False  # it has missed a round
         self._late_buffers: list[torch.Tensor] = []  # those that came with the outcome
         how: dict[str, Any] = {"every": every, "delay": delay, "parts": parts, "host": host}
+        how["noise_correction"] = noise_correction
         super().__init__(module, optimizer, state, process_group=process_group, **how)
 
     def _start(self, named: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
