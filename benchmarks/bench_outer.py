@@ -262,7 +262,8 @@ def show(args: argparse.Namespace, name: str, title: str, table: list[dict[str, 
 
 
 def at_equal_tokens(args: argparse.Namespace) -> None:
-    name = f"outer-{args.task}-{args.world}" + ("" if args.bfloat16 else "-float32")
+    name = f"outer-{args.task}-{args.world}" + (f"-{args.name}" if args.name else "")
+    name += "" if args.bfloat16 else "-float32"
     ways = args.ways or [way for way in FOR_LOSS if way.startswith(args.only or "")]
     cells: Cells = [(DENSE, DENSE, 1, {"steps": args.steps})]
     for h in args.every or [5, 30]:
@@ -330,6 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--clip", type=float, default=1.0, help="norm that gradients are clipped at (default 1)")
     add("--only", help="the rows that begin with this, and dense")
     add("--save", action="store_true", help="keep the results in benchmarks/results")
+    add("--name", help="keep losses at equal tokens apart, by this name")
     add("--lab", action="store_true", help="time steps over an emulated network")
     add("--rate", default="100mbit", help="of each host's link in the lab (default 100mbit)")
     add("--latency", type=float, default=0.0, help="ms that a round trip takes in the lab (default 0)")

@@ -59,13 +59,17 @@ def twoshot() -> sidcomp.State:
 
 
 AVERAGE = {"lr": 1.0, "momentum": 0.0}
+CORRECTED = {"noise_correction": True}
 WAYS = {
     "dense": Way("all-reduce", every=1),
     "averaging": Way("Outer", uncompressed, AVERAGE),
     "averaging, delay 1/3": Way("Outer", uncompressed, {**AVERAGE, "delay": 1 / 3}),
     "averaging, top-k": Way("Outer", lambda: sparse(beta=1.0), AVERAGE),
     "averaging, int4": Way("Outer", lambda: sidcomp.State("int4"), AVERAGE),
+    "averaging, corrected": Way("Outer", uncompressed, {**AVERAGE, **CORRECTED}),
+    "averaging, int4, corrected": Way("Outer", lambda: sidcomp.State("int4"), {**AVERAGE, **CORRECTED}),
     "SparseLoCo": Way("Outer", sparse),
+    "SparseLoCo, corrected": Way("Outer", sparse, CORRECTED),
     "SparseLoCo with DiLoCo's momentum": Way("Outer", sparse, {"lr": 0.7, "momentum": 0.9}),
     "no communication": Way("nothing", every=1),
     "DDP": Way("DDP", every=1),
@@ -73,8 +77,10 @@ WAYS = {
     "DDP, default topk": Way("DDP", lambda: sidcomp.preset("topk-fortieth"), every=1),
     "DDP, int4": Way("DDP", lambda: sidcomp.State("int4"), every=1),
     "DiLoCo": Way("Outer", uncompressed),
+    "DiLoCo, corrected": Way("Outer", uncompressed, CORRECTED),
     "DiLoCo, delay": Way("Outer", uncompressed, {"delay": 0.5}),
     "Outer": Way("Outer"),
+    "Outer, corrected": Way("Outer", None, CORRECTED),
     "Outer, delay": Way("Outer", None, {"delay": 0.5}),
     "Outer, parts and delay": Way("Outer", None, {"delay": 0.1, "parts": 5}),
     "Outer, deadline": Way("Outer", None, {"deadline": 60.0}),

@@ -259,6 +259,8 @@ def test_losses_of_two_clips_are_not_mixed(
     assert "--clip 1.41: give that" in capsys.readouterr().err
     assert bench_outer.main([*given, "--clip", "1.41", "--seeds", "2"]) == 0 and len(timed) == 4
     assert timed[-1]["clip"] == 2**0.5
+    assert bench_outer.main([*given, "--name", "other"]) == 0 and timed[-1]["clip"] == 1
+    assert len(list(tmp_path.glob("outer-lm-2-other*.json"))) == 1
 
 
 def test_times_of_two_precisions_are_not_mixed(
