@@ -105,9 +105,8 @@ class GradientNoise:
 
 
 class SketchNoise:
-    """Estimates the same rho for each parameter from all steps between two exchanges, and corrects steps by
-    half. A sample of the last gradient alone says little about the gradients before it, which the update
-    comes from as well.
+    """Estimates the same rho for each parameter from all steps between two exchanges. A sample of the last
+    gradient alone says little about the gradients before it, which the update comes from as well.
 
     Lengthening what the ranks exchange, as after one step, overshoots in the directions in which the steps
     since the last exchange have converged already. Lengthening each step makes the ranks' points more
@@ -120,14 +119,13 @@ class SketchNoise:
     gradient's norm (Alon, Matias and Szegedy 1996, "The space complexity of approximating the frequency
     moments"). With each exchange the ranks sum five numbers for each parameter and measured step in a small
     all-reduce. The squares are running sums, which decay as the optimizer's own second moment does. They are
-    used one exchange later, and they are the same on all ranks.
+    used from the end of the exchange on, and they are the same on all ranks. It keeps 4 bytes for each
+    element of the parameters.
 
     parameters  float32, with the gradients that are measured
     decays      of each parameter: how much of a running sum is left after one step, such as Adam's second
                 beta; at least 0.9 is used
     every       steps between two exchanges
-    It keeps 4 bytes for each element of the parameters.
-
     factors     the root of 1 / sqrt(rho) of each parameter, on the parameters' device: half of the correction
     """
 
