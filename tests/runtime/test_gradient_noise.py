@@ -433,6 +433,25 @@ def test_parameters_of_any_shape() -> None:
         assert [s.numel() for s in shapes] == [1, 1, 1, 1, 1, 1, 1, 3]
 
 
+def of_sparse_gradients(rank: int, world: int) -> None:
+    for how in ({}, {"every": 2}, {"noise_correction": "rows"}):
+        torch.manual_seed(0)
+        module = torch.nn.Embedding(20, 64, sparse=True)
+        optimizer = torch.optim.SparseAdam(module.parameters(), lr=0.1)
+        with sidcomp.State("topk", density=0.3) as state:
+            local: Any = sidcomp.LocalError(module, optimizer, state, **how)  # type: ignore[arg-type]
+            for step in range(4):
+                optimizer.zero_grad()
+                module(torch.tensor([step, rank, 7])).square().sum().backward()
+                local.step()
+            local.merge()
+            assert alike(flat(module)) and all(f.isfinite().all() for f in local._noise.factors), how
+
+
+def test_gradients_may_be_sparse() -> None:
+    run(of_sparse_gradients, 2)
+
+
 def of_another_kind(rank: int, world: int) -> str:
     module = network(0)
     with pytest.raises(sidcomp.ArgumentError) as e:

@@ -59,8 +59,8 @@ class GradientNoise:
         n = len(self._of)
         torch.cat(
             [
-                torch.zeros(len(i), device=i.device) if p.grad is None else p.grad.reshape(-1)[i].float()
-                for p, i in zip(self._parameters, self._places, strict=True)
+                torch.zeros(len(i), device=i.device) if g is None else g.reshape(-1)[i].float()
+                for g, i in zip(map(_gradient, self._parameters), self._places, strict=True)
             ],
             out=self._message[:n],
         )
@@ -178,10 +178,11 @@ class SketchNoise:
         self._at.append(self._steps)
         first = self._steps * 1597 % _SHIFTS  # odd, so that consecutive steps have other signs
         for p, (rows, columns), sketch in zip(self._parameters, self._matrices, sketches, strict=True):
-            if p.grad is None or not columns:
+            gradient = _gradient(p)
+            if gradient is None or not columns:
                 sketch.zero_()
                 continue
-            folded = torch.mv(p.grad.reshape(rows, columns), self._right[first : first + columns])
+            folded = torch.mv(gradient.reshape(rows, columns), self._right[first : first + columns])
             torch.mv(self._left[:, first : first + rows], folded, out=sketch)
 
     @torch.no_grad()
@@ -269,6 +270,11 @@ class SketchNoise:
         self._find()
 
 
+def _gradient(p: torch.Tensor) -> torch.Tensor | None:
+    """That of an embedding may be sparse."""
+    return p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
+
+
 def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 2, shape, generator=generator).float().mul_(2).sub_(1)
 
@@ -330,11 +336,12 @@ class RowNoise:
         signs = torch.randint(0, 2, (turn.width,), generator=self._signs, device=self._sums.device)
         signs = signs.float().mul_(2).sub_(1)
         for p, rows, projected, own in zip(self._parameters, self._rows, *turn.parts, strict=True):
-            if p.grad is None or not len(own):
+            gradient = _gradient(p)
+            if gradient is None or not len(own):
                 projected.zero_()
                 own.zero_()
                 continue
-            mine = p.grad.reshape(rows, -1)[turn.number :: TURNS].float()
+            mine = gradient.reshape(rows, -1)[turn.number :: TURNS].float()
             torch.mv(mine, signs[: mine.shape[1]], out=projected)
             torch.linalg.vector_norm(mine, dim=1, out=own)
         turn.own.square_()
