@@ -106,6 +106,13 @@ def test_the_usual_norm_and_rows() -> None:
                 check(signed(cell), over(name, label), f"{name}, {label}")
 
 
+def test_a_hundredth_on_four_ranks() -> None:
+    said = re.search(r"the GRU ends at (.*?) and the transformer at (.*?) \(seeds 0, 1 and 2", LOCAL)
+    assert said
+    for quoted, task in zip(said.groups(), ("lm", "gpt"), strict=True):
+        check(signed(quoted), over(f"adamw-{task}-4-clip", "local error, 1/100, two-shot"), task)
+
+
 def test_the_settings_of_local_error() -> None:
     labels = {
         "`int4`": "int4",
@@ -139,24 +146,33 @@ def test_the_settings_of_local_error() -> None:
             assert abs(int(text) - ratio) <= 1, f"{setting}: 1/{text} beside 1/{ratio:.1f}"
 
 
+LONG = {  # the settings of the table of long runs
+    "A": "local error, deadzone 0.5, every 16",
+    "B": "local error, deadzone 1 bit, two-shot, every 32",
+}
+
+
 def test_the_long_runs_of_local_error() -> None:
-    _, *rows = table(LOCAL, "model | steps")
-    assert len(rows) == 4
-    for model, steps, fraction, dense, ours, difference in rows:
-        task = TASKS[model.split(",")[0]]
-        long = int(steps) > 300
-        name, label = f"adamw-{task}-2" + "-long" * long, "local error, deadzone 0.5, every 16"
+    _, *rows = table(LOCAL, "model | ranks | setting")
+    shown = set()
+    for model, ranks, setting, steps, fraction, dense, ours, difference in rows:
+        name, label = f"adamw-{TASKS[model.split(',')[0]]}-{ranks}", LONG[setting]
+        name += "-longer" if int(steps) > 1200 else "-long" if int(steps) > 300 else ""
+        shown.add((name, label))
         seeds = list(found(name)[label]["loss"])
-        where = f"{model}, {steps} steps"
+        where = f"{model}, {ranks} ranks, {setting}, {steps} steps"
         for cell, of in ((dense, "dense"), (ours, label)):
             check(cell.split(", "), [found(name)[of]["loss"][seed] for seed in seeds], where)
         check(signed(difference), over(name, label), where)
         assert rounds_to(fraction.removeprefix("1/"), found(name)[label]["ratio"]), where
+    of_files = [f"adamw-{task}-{ranks}-long" for task in ("lm", "gpt") for ranks in (2, 4)]
+    of_files.append("adamw-lm-4-longer")
+    assert shown >= {(name, label) for name in of_files for label in LONG.values() if label in found(name)}
 
 
 def seeds_and_mean(name: str, label: str) -> list[float]:
     each = over(name, label)
-    return [mean(each), *each]
+    return [mean(each), *each] if len(each) > 1 else each
 
 
 def test_the_goals_of_adamw() -> None:
@@ -183,6 +199,8 @@ def test_the_goals_of_adamw() -> None:
             *seeds_and_mean("adamw-gpt-2", "local error, 1/100"),
             mean(over("adamw-lm-2", "local error, 1/200")),
             mean(over("adamw-gpt-2", "local error, 1/200")),
+            *seeds_and_mean("adamw-lm-4-clip", "local error, 1/100, two-shot"),
+            *seeds_and_mean("adamw-gpt-4-clip", "local error, 1/100, two-shot"),
             *seeds_and_mean("adamw-lm-4", "local error, 1/50"),
             *seeds_and_mean("adamw-gpt-4", "local error, 1/50"),
         ],
@@ -191,8 +209,12 @@ def test_the_goals_of_adamw() -> None:
             *seeds_and_mean("adamw-lm-2-long", deadzone),
             over("adamw-gpt-2", deadzone)[0],
             over("adamw-lm-2", deadzone)[0],
+            *seeds_and_mean("adamw-lm-4-longer", LONG["B"]),
+            *seeds_and_mean("adamw-lm-4-long", LONG["B"]),
+            *seeds_and_mean("adamw-gpt-4-long", LONG["B"]),
             *short,
             100 * (outer[sparse]["loss"]["0"] / outer["dense"]["loss"]["0"] - 1),
+            *over("outer-lm-4-corrected", "SparseLoCo, corrected, every 30"),
             *over("outer-lm-4", "LocalError, deadzone, every 16"),
             *over("adamw-lm-4-long", deadzone),
         ],
@@ -249,6 +271,34 @@ def test_the_losses_of_outer_steps() -> None:
             assert rounds_to(fraction.removeprefix("1/"), found("outer-lm-4")[label]["ratio"]), label
 
 
+def test_the_losses_with_the_noise_correction() -> None:
+    """Every row of the file, without and with it."""
+    name, shown = "outer-lm-4-corrected", {"dense"}
+    _, *rows = table(OUTER, "| exchange every | bytes | without")
+    for way, every, fraction, *cells in rows:
+        labels = [f"{CORRECTED[way]}{how}, every {steps_between(every)}" for how in ("", ", corrected")]
+        if way.startswith("`LocalError`"):  # which has it anyway
+            labels = [labels[1], labels[0]]
+        for label, cell in zip(labels, cells, strict=True):
+            if cell == "not measured":
+                assert label not in found(name), f"{label}: there are figures"
+                continue
+            shown.add(label)
+            check(signed(cell), over(name, label), label)
+            ratio = found(name)[label]["ratio"]  # at last that of the run with it, which sends a little more
+        assert rounds_to(fraction.removeprefix("1/"), ratio), way
+    assert shown == set(found(name))
+
+
+CORRECTED = {
+    "averaging, uncompressed": "averaging",
+    "averaging, `int4`": "averaging, int4",
+    "SparseLoCo with 2 bits": "SparseLoCo",
+    "DiLoCo, uncompressed": "DiLoCo",
+    "Outer": "Outer",
+    "`LocalError`, `deadzone` of 0.5 bits": "LocalError, deadzone",
+    "`LocalError`, `deadzone` of 1 bit, two-shot": "LocalError, deadzone, two-shot",
+}
 WAYS = {  # of benchmarks/netlab/outer.py
     "plain DDP": "DDP",
     'DDP\'s hook, `preset("topk-fortieth")`': "DDP, default topk",
