@@ -204,7 +204,7 @@ def test_the_goals_of_adamw() -> None:
             *seeds_and_mean("adamw-lm-4", "local error, 1/50"),
             *seeds_and_mean("adamw-gpt-4", "local error, 1/50"),
         ],
-        ("1/1000", "AdamW inside, few exchanges"): [
+        ("1/1000", "AdamW on each rank, few exchanges"): [
             *seeds_and_mean("adamw-gpt-2-long", deadzone),
             *seeds_and_mean("adamw-lm-2-long", deadzone),
             over("adamw-gpt-2", deadzone)[0],
