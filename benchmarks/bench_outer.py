@@ -274,8 +274,8 @@ def at_equal_tokens(args: argparse.Namespace) -> None:
     note = (
         f"{TASKS[args.task].title}, AdamW, {args.world} ranks, {args.steps} steps of all ranks (--task "
         f"{args.task} --world {args.world} --steps {args.steps}), in {precision(args)}, gradients clipped "
-        f"at {args.clip:g}. Over dense: "
-        "the mean of what each seed loses to an all-reduce in every step with that seed."
+        f"at {args.clip:g}. Over dense: the mean of what each seed loses to an all-reduce in every step with "
+        "that seed."
     )
     show(args, name, "Outer: loss at equal tokens", rows(found), note)
 

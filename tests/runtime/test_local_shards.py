@@ -322,6 +322,7 @@ def refused(rank: int, world: int) -> list[str]:
         (sharded(mesh, 0), {"process_group": crossed}),
         (hsdp, {"process_group": mesh.get_group("replicate")}),
         (sharded(mesh, 0), {"process_group": mesh.get_group("replicate"), "deadline": 5.0}),
+        (sharded(mesh, 0), {"process_group": mesh.get_group("replicate"), "noise_correction": True}),
     ]
     said = []
     for module, how in for_each:
@@ -335,9 +336,10 @@ def refused(rank: int, world: int) -> list[str]:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    for none, all_, crossed, hsdp, deadline, local_error in run(refused, 4):
+    for none, all_, crossed, hsdp, deadline, noise, local_error in run(refused, 4):
         assert "give Outer as process_group" in none
         assert "of them too" in all_ and "of them too" in hsdp
         assert "rank 1 of the process group holds shard" in crossed
         assert "rounds are between all ranks" in deadline
+        assert "does not take shards of FSDP yet: leave it out" in noise
         assert "is sharded" in local_error

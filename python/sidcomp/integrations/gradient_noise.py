@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import CheckpointError
 
 SAMPLES = 16  # elements of each parameter
@@ -27,6 +28,18 @@ _DAMAGED = (
     "LocalError: 'noise' {}: the dictionary is damaged, of another model or optimizer, or was saved with "
     "another noise_correction or by an earlier version of sidcomp"
 )
+
+
+def second_betas(optimizers: Sequence[torch.optim.Optimizer], of_all: bool = False) -> dict[int, float]:
+    """How much of the second moment is left after one step, by the id of the parameter: of the optimizers
+    with two betas, such as Adam, or of all. 0 where there is no such beta."""
+    return {
+        id(p): (group.get("betas") or [0.0])[-1]
+        for optimizer in optimizers
+        if of_all or adaptive(optimizer)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
 
 
 class GradientNoise:
@@ -105,7 +118,7 @@ class GradientNoise:
 
 
 class SketchNoise:
-    """Estimates the same rho for each parameter from all steps between two exchanges. A sample of the last
+    """Estimates the same rho for each parameter from the steps between two exchanges. A sample of the last
     gradient alone says little about the gradients before it, which the update comes from as well.
 
     Lengthening what the ranks exchange, as after one step, overshoots in the directions in which the steps
@@ -149,13 +162,15 @@ class SketchNoise:
         rows, columns = (max(of) + _SHIFTS for of in zip(*self._matrices, strict=True))
         self._left = _signs((SKETCHES, rows), signs).to(device)
         self._right = _signs((columns,), signs).to(device)
-        self._decays = torch.tensor([max(d, _DECAY) for d in decays], device=device)
+        # what is left of a running sum after 0, 1, ... measured steps
+        ages = self._stride * torch.arange(MEASURED + 1, device=device)
+        self._left_after = torch.tensor([max(d, _DECAY) for d in decays], device=device) ** ages[:, None]
         self._steps = 0  # of the optimizer
-        self._at: list[int] = []  # the steps since the last exchange that were measured
+        self._measured = 0  # steps since the last exchange
         # what was measured since the last exchange, and what the last exchange sent
         self._window, self._other = torch.zeros(2, MEASURED, count, SKETCHES + 1, device=device)
         self._sums = torch.zeros(2, count, device=device)  # of squares: the means', the ranks' own
-        self._sent: tuple[list[int], torch.Tensor, Any] | None = None  # the steps, the values, and the work
+        self._sent: tuple[torch.Tensor, Any] | None = None  # what is being summed, and the work
         self._find()
 
     @torch.no_grad()
@@ -172,10 +187,10 @@ class SketchNoise:
     def note(self) -> None:
         """Measures the present gradients. Every rank calls it after each step, before `sample`."""
         self._steps += 1
-        if self._steps % self._stride or len(self._at) == MEASURED:
+        if self._steps % self._stride or self._measured == MEASURED:
             return
-        sketches = self._window[len(self._at), :, :SKETCHES]
-        self._at.append(self._steps)
+        sketches = self._window[self._measured, :, :SKETCHES]
+        self._measured += 1
         first = self._steps * 1597 % _SHIFTS  # odd, so that consecutive steps have other signs
         for p, (rows, columns), sketch in zip(self._parameters, self._matrices, sketches, strict=True):
             gradient = _gradient(p)
@@ -190,13 +205,13 @@ class SketchNoise:
         """Starts to exchange what was measured since the last exchange. Every rank calls it at the same
         point. Returns the size of this all-reduce, in bytes."""
         self.land()
-        at, self._at = self._at, []
-        if not at:
+        if not self._measured:
             return 0
-        message = self._window[: len(at)]
+        message = self._window[: self._measured]
+        self._measured = 0
         self._window, self._other = self._other, self._window
         message[..., SKETCHES] = message[..., :SKETCHES].square().sum(-1)
-        self._sent = at, message, dist.all_reduce(message, group=self._group, async_op=True)
+        self._sent = message, dist.all_reduce(message, group=self._group, async_op=True)
         return 4 * int(message.numel())
 
     @torch.no_grad()
@@ -204,7 +219,7 @@ class SketchNoise:
         """Waits for what was sent last, and adds it to the estimate."""
         if self._sent is None:
             return
-        at, message, work = self._sent
+        message, work = self._sent
         self._sent = None
         if work is not None:
             work.wait()
@@ -212,10 +227,9 @@ class SketchNoise:
         squares = torch.stack((message[..., :SKETCHES].square().sum(-1), message[..., SKETCHES]))
         # What is not finite does not count, on any rank.
         squares = torch.where(torch.isfinite(squares).all(0), squares, 0.0)
-        ages = torch.tensor([at[-1] - step for step in at], device=squares.device)
-        weights = self._decays ** ages[:, None]
-        self._sums *= self._decays ** (len(at) * self._stride)
-        self._sums += (squares * weights).sum(1)
+        measured = len(message)
+        self._sums *= self._left_after[measured]
+        self._sums += (squares * self._left_after[:measured].flip(0)).sum(1)
         self._find()
 
     def _find(self) -> None:
@@ -226,47 +240,44 @@ class SketchNoise:
 
     def forget(self) -> None:
         """Drops what was measured and is not part of the estimate yet."""
-        self._at, self._sent = [], None
+        self._measured, self._sent = 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps, the running sums, (2, parameters) float32, which steps were measured since
-        the last exchange, and what was measured, (measured, parameters, 4) float32; and what the last
-        exchange has sent, if it is not part of the running sums yet: its steps, and what arrived, (measured,
-        parameters, 5) float32."""
-        if self._sent is not None and self._sent[2] is not None:
-            self._sent[2].wait()
-        at, message = self._sent[:2] if self._sent is not None else ([], self._other[:0])
+        """The number of steps, the running sums, (2, parameters) float32, and what was measured since the
+        last exchange, (measured steps, parameters, 4) float32; and what arrived in the last exchange, if it
+        is not part of the running sums yet, (measured steps, parameters, 5) float32, else of 0 steps."""
+        message, work = self._sent or (self._other[:0], None)
+        if work is not None:
+            work.wait()
         return {
             "steps": self._steps,
             "sums": self._sums.clone(),
-            "at": list(self._at),
-            "window": self._window[: len(self._at), :, :SKETCHES].clone(),
-            "sent at": list(at),
+            "window": self._window[: self._measured, :, :SKETCHES].clone(),
             "sent": message.clone(),
         }
 
     def load_state_dict(self, saved: Any) -> None:
         """Loads a result of `state_dict`. Raises CheckpointError."""
         saved = saved if isinstance(saved, dict) else {}
-        times = [saved.get("at"), saved.get("sent at")]
-        at, sent = (x if isinstance(x, list) and len(x) <= MEASURED else [] for x in times)
-        count = len(self._parameters)
+        count, some = len(self._parameters), range(MEASURED + 1)
         shapes = {
-            "sums": (2, count),
-            "window": (len(at), count, SKETCHES),
-            "sent": (len(sent), count, SKETCHES + 1),
+            "sums": ([2], [count]),
+            "window": (some, [count, SKETCHES]),
+            "sent": (some, [count, SKETCHES + 1]),
         }
-        for name, shape in shapes.items():
+        for name, (lengths, rest) in shapes.items():
             values = saved.get(name)
-            if not isinstance(values, torch.Tensor) or values.shape != shape:
-                raise CheckpointError(_DAMAGED.format(f"has no {name!r} of shape {shape}"))
-        if not all(isinstance(step, int) and step >= 0 for step in (saved.get("steps"), *at, *sent)):
-            raise CheckpointError(_DAMAGED.format("has no 'steps', 'at' and 'sent at' that count steps"))
-        self._steps, self._at = saved["steps"], list(at)
+            shape = list(values.shape) if isinstance(values, torch.Tensor) else []
+            if not shape or shape[0] not in lengths or shape[1:] != rest:
+                size = " x ".join(map(str, [lengths[-1], *rest]))
+                raise CheckpointError(_DAMAGED.format(f"has no {name!r} of at most {size} numbers"))
+        steps, window, sent = saved.get("steps"), saved["window"], saved["sent"]
+        if not isinstance(steps, int) or steps < 0:
+            raise CheckpointError(_DAMAGED.format("has no 'steps' that count steps"))
+        self._steps, self._measured = steps, len(window)
         self._sums.copy_(saved["sums"])
-        self._window[: len(at), :, :SKETCHES].copy_(saved["window"])
-        message = self._other[: len(sent)].copy_(saved["sent"])
-        self._sent = (list(sent), message, None) if sent else None
+        self._window[: len(window), :, :SKETCHES].copy_(window)
+        self._sent = (self._other[: len(sent)].copy_(sent), None) if len(sent) else None
         self._find()
 
 

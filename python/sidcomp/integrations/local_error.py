@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
-from sidcomp.integrations.gradient_noise import GradientNoise, RowNoise, SketchNoise
+from sidcomp.integrations.gradient_noise import GradientNoise, RowNoise, SketchNoise, second_betas
 from sidcomp.integrations.local_parts import (
     Optimizers,
     Part,
@@ -73,10 +73,12 @@ class LocalError:
                     [None] True: lengthens each rank's own steps, parameter by parameter, by as much as the
                     noise of its own gradient shortens them. (Adam divides by the size of the gradient, and a
                     rank's own gradient is up to sqrt(W) times as large as the mean of W ranks.) The ranks
-                    compare samples of their gradients or, with every > 1, sketches of the gradients of up to
-                    16 steps between two exchanges; then half of the correction is made in each step. None:
-                    the parameters of optimizers with two betas, such as Adam. "rows": these, row by row; in
-                    each exchange the ranks compare two numbers for every fourth row, in float32
+                    compare samples of their gradients, and what is exchanged is lengthened. With every > 1
+                    they compare sketches of the gradients of up to 16 steps between two exchanges, and each
+                    step is lengthened by the root of the factor, and what is exchanged by it once more.
+                    None: the parameters of optimizers with two betas, such as Adam. "rows": these, row by
+                    row, in the exchange; in each one the ranks compare two numbers for every fourth row, in
+                    float32
     delay           [0] 1: an exchange takes place during the next forward and backward pass, and its mean is
                     applied one exchange later
     process_group   [None] the ranks to average over; None: the State's, else the default group
@@ -155,13 +157,9 @@ class LocalError:
         self._parts = [_Part(names, named) for names in buckets(named)]
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._arriving = False  # the means of an exchange have not been applied yet
-        decays = {  # of the second moment in one step, of the parameters whose steps are lengthened
-            id(p): (group.get("betas") or [0.0])[-1]
-            for o in self._optimizers
-            if noise_correction is True or (noise_correction is not False and adaptive(o))
-            for group in o.param_groups
-            for p in group["params"]
-        }
+        decays: dict[int, float] = {}  # of the parameters whose steps are lengthened
+        if noise_correction is not False:
+            decays = second_betas(self._optimizers, of_all=noise_correction is True)
         corrected = [
             (p, update)
             for part in self._parts

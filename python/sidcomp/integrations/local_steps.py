@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, CheckpointError, ExchangeError, SetupError, UnsupportedError
-from sidcomp.integrations.gradient_noise import SketchNoise
+from sidcomp.integrations.gradient_noise import SketchNoise, second_betas
 from sidcomp.integrations.local_parts import (
     Optimizers,
     Part,
@@ -72,8 +71,8 @@ class LocalSteps:
                     are in the host's memory, which encodes, decodes and exchanges, over Gloo
     noise_correction
                     [False] True: lengthens the steps of optimizers with two betas, such as Adam, by as much
-                    as the noise of a rank's own gradient shortens them, as in `LocalError`: half in each
-                    step, and half of what is exchanged. Not with shards, and not with host=True on a GPU
+                    as the noise of a rank's own gradient shortens them, as in `LocalError` with
+                    every > 1. It takes float32 parameters, no shards, and no host=True on a GPU
     process_group   [None] the ranks to average over; None: the State's, else the default group. With FSDP2
                     inside a node: the ranks of all nodes that hold the same shard as this one
 
@@ -81,9 +80,9 @@ class LocalSteps:
     with noise_correction 4 more, beside the State's memory. If an update is not finite on any rank, all ranks
     return to the common point.
 
-    Raises ArgumentError or SetupError, which say what to change: if `every` or `delay` is out of range, if
-    the ranks' parameters differ in name, shape or dtype, or if the optimizer lacks some. A step of the
-    optimizer that `step` did not take raises a SetupError before it moves a parameter.
+    Raises ArgumentError, SetupError or UnsupportedError, which say what to change: if `every` or `delay` is
+    out of range, if the ranks' parameters differ in name, shape or dtype, or if the optimizer lacks some. A
+    step of the optimizer that `step` did not take raises a SetupError before it moves a parameter.
     """
 
     def __init__(
@@ -154,13 +153,18 @@ class LocalSteps:
             raise UnsupportedError(
                 "noise_correction=True with host=True needs parameters on a CPU: leave one out"
             )
-        groups = [g for o in self._optimizers if adaptive(o) for g in o.param_groups if g.get("betas")]
-        if not groups:
+        if other := [p for part in self._parts for p in part.parameters if p.dtype is not torch.float32]:
+            raise UnsupportedError(
+                f"noise_correction=True takes float32 parameters, and one is {str(other[0].dtype)[6:]}: "
+                "leave it out, or use autocast for the forward pass"
+            )
+        decays = second_betas(self._optimizers)
+        if not decays:
             raise ArgumentError(
                 "noise_correction=True lengthens the steps of optimizers with two betas, such as Adam, and "
                 f"{type(self._optimizers[0]).__name__} has none: leave it out"
             )
-        return {id(p): g["betas"][-1] for g in groups for p in g["params"]}
+        return decays
 
     def _start(self, named: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
         """Gives all ranks the same parameters, and makes what their exchanges need."""
