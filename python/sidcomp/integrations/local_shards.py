@@ -1,10 +1,13 @@
 """Local steps of a module that FSDP2 has sharded: each rank exchanges what it holds of the parameters with
 the ranks of other nodes that hold the same."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import SetupError, UnsupportedError
+from sidcomp.errors import ExchangeError, SetupError, UnsupportedError
 
 try:
     from torch.distributed.fsdp import FSDPModule
@@ -83,6 +86,24 @@ class Shards:
     def all_agree(self, yes: bool) -> bool:
         """Whether it holds on all ranks that share the module with this one."""
         return yes if self._mesh is None else bool(self._smallest(int(yes)))
+
+    @contextmanager
+    def together(self, fail: Callable[[Exception], None] | None = None) -> Iterator[None]:
+        """What happens inside raises on all ranks that share the module, also on those whose own shard is
+        well: else these would wait for the others. fail: called with the error first."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as e:
+            error = e
+        if self.all_agree(error is None):
+            return
+        error = error or ExchangeError(
+            "the exchange of another shard of this node has failed: see the output of its ranks"
+        )
+        if fail is not None:
+            fail(error)
+        raise error
 
     def _smallest(self, number: int) -> int:
         """Of the numbers that these ranks give."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import ArgumentError, CheckpointError, ExchangeError, SetupError, UnsupportedError
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.integrations.gradient_noise import SketchNoise, second_betas
 from sidcomp.integrations.local_parts import (
     Optimizers,
@@ -287,11 +287,11 @@ class LocalSteps:
         if self._shards.part and not self._shards.all_agree(_finite(part for _, part in which)):
             for _, part in which:  # so that the ranks of all shards discard it, not only those that have it
                 part.update.fill_(float("nan"))
-        with self._of_all_shards():
+        with self._shards.together():
             if engine.layout is None:
                 self._form()
         engine.count_reduced(beside)
-        with self._of_all_shards(self._fail):
+        with self._shards.together(self._fail):
             self._futures = [engine.ready(n, part.update) for n, part in which]
             if len(which) < len(self._parts):
                 engine.end_early()
@@ -315,7 +315,7 @@ class LocalSteps:
             return
         futures, self._futures = self._futures, []
         together, self._flying = self._flying, []
-        with self._of_all_shards(self._fail):
+        with self._shards.together(self._fail):
             for future in futures:
                 future.wait()
         self._find()
@@ -335,24 +335,6 @@ class LocalSteps:
         else:  # the engine discards this step: its residuals are those of before
             for part in self._parts:
                 part.restore()
-
-    @contextmanager
-    def _of_all_shards(self, fail: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """What happens inside raises on all ranks of the node, also on those whose own shard is well: else
-        these would wait for the others. fail: called with the error first."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as e:
-            error = e
-        if self._shards.all_agree(error is None):
-            return
-        error = error or ExchangeError(
-            "the exchange of another shard of this node has failed: see the output of its ranks"
-        )
-        if fail is not None:
-            fail(error)
-        raise error
 
     def _fail(self, error: Exception) -> None:
         self._find()
