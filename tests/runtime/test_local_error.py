@@ -539,7 +539,7 @@ def refused(rank: int, world: int, case: str) -> str:
         ("hierarchical", "twoshot"),
         ("alone", "call LocalError's step()"),
         ("others", "rank 1 has 'weight' of float32 [5, 3] where rank 0 has 'weight' of float32 [4, 3]"),
-        ("shards", "sidcomp.fsdp.compress"),
+        ("shards", "is a shard: give LocalError as process_group the ranks of all nodes"),
     ],
 )
 def test_what_is_wrong_is_said(case: str, said: str) -> None:

@@ -1,5 +1,5 @@
-"""Outer and LocalSteps over the shards of FSDP2: two nodes of two ranks, sharded inside a node, with
-exchanges between the nodes."""
+"""Outer, LocalSteps and LocalError over the shards of FSDP2: two nodes of two ranks, sharded inside a node,
+with exchanges between the nodes."""
 
 from __future__ import annotations
 
@@ -102,6 +102,42 @@ def test_without_a_codec_it_has_the_bits_of_whole_models(optimizer: str, delay: 
     assert held[0][0] + held[1][0] == held[0][1] and held[0][0] != held[1][0] and held[:2] == held[2:]
 
 
+def local_error_beside(rank: int, world: int, every: int, delay: int) -> None:
+    """The same of LocalError."""
+    mesh = meshes()
+    others = mesh.get_group("replicate")
+    ours, plain = sharded(mesh, rank // 2), whole(rank // 2)
+    of_ours, of_plain = (OPTIMIZERS["Adam"](m.parameters()) for m in (ours, plain))
+    with sidcomp.State("none") as state, sidcomp.State("none") as of_whole:
+        how: dict[str, Any] = {"every": every, "delay": delay, "process_group": others}
+        local = sidcomp.LocalError(ours, of_ours, state, noise_correction=False, **how)
+        reference = sidcomp.LocalError(plain, of_plain, of_whole, noise_correction=False, **how)
+        assert torch.equal(full(ours), full(plain)) and on_all(full(ours))
+        for step in range(3 * every + 2):
+            for module in (ours, plain):
+                module.zero_grad()
+                backward(module, rank, step)
+            average(plain, mesh.get_group("shard"))
+            local.step()
+            reference.step()
+            assert torch.equal(full(ours), full(plain)), step
+            with local.agreed() as agreed, torch.no_grad():
+                assert on_all(full(agreed))
+                before = agreed(torch.ones(1, 12))  # the root stays gathered after this forward pass
+            with reference.agreed() as agreed, torch.no_grad():
+                assert torch.equal(before, agreed(torch.ones(1, 12)))
+            assert torch.equal(full(ours), full(plain)), "its own parameters are back"
+        assert not on_all(full(ours)) or (every == 1 and not delay)
+        local.merge()
+        reference.merge()
+        assert on_all(full(ours)) and torch.equal(full(ours), full(plain))
+
+
+@pytest.mark.parametrize("every, delay", [(1, 0), (EVERY, 1)])
+def test_local_error_without_a_codec_has_the_bits_of_whole_models(every: int, delay: int) -> None:
+    run(local_error_beside, 4, every, delay)
+
+
 def diloco(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Outer over shards, beside DiLoCo as torch's own SGD computes it without shards."""
     mesh = meshes()
@@ -159,13 +195,81 @@ def test_it_learns_compressed_and_the_nodes_have_the_same_bits(delay: int) -> No
         assert last < 0.7 * first and ratio > 4
 
 
-def with_nan(rank: int, world: int) -> None:
+def of_local_error(rank: int, world: int, every: int, delay: int) -> tuple[float, float, float]:
+    mesh, losses = meshes(), []
+    module = sharded(mesh, rank // 2)
+    optimizer = OPTIMIZERS["Adam"](module.parameters())
+    with sidcomp.State("topk", density=0.1) as state:
+        local = sidcomp.LocalError(
+            module, optimizer, state, every=every, delay=delay, process_group=mesh.get_group("replicate")
+        )
+        for step in range(80):
+            module.zero_grad()
+            losses.append(backward(module, rank, step))
+            local.step()
+            if step % 8 == 7:
+                assert not on_all(full(module)), "each node has its own error"
+                with local.agreed() as agreed:
+                    assert on_all(full(agreed))
+        ratio = state.stats()["ratio"]
+        local.merge()
+        assert on_all(full(module))
+    return sum(losses[:6]), sum(losses[-6:]), ratio
+
+
+@pytest.mark.parametrize("every, delay", [(1, 0), pytest.param(EVERY, 1, marks=SLOW)])
+def test_local_error_learns_compressed_and_the_nodes_agree(every: int, delay: int) -> None:
+    for first, last, ratio in run(of_local_error, 4, every, delay):
+        assert last < 0.7 * first and ratio > 2  # with the samples of gradients, many for such small tensors
+
+
+def moved(rank: int, world: int, kind: str, corrected: bool | str, how: dict[str, Any]) -> float:
+    """How far Adam goes in one direction, with far more noise than signal in the nodes' gradients."""
+    mesh = meshes()
+    module = sharded(mesh, 0)
+    start = full(module)
+    optimizer = OPTIMIZERS["Adam"](module.parameters())
+    with sidcomp.State("none") as state:
+        local = getattr(sidcomp, kind)(
+            module, optimizer, state, noise_correction=corrected,
+            process_group=mesh.get_group("replicate"), **how,
+        )  # fmt: skip
+        for step in range(80):
+            module.zero_grad()
+            backward(module, rank, step)
+            for p in module.parameters():
+                own = p.grad.to_local()
+                draw = torch.Generator().manual_seed(7 * step + rank)
+                own += 4 + 20 * torch.randn(own.shape, generator=draw)
+            local.step()
+        (local.average if kind == "LocalSteps" else local.merge)()
+        assert on_all(full(module))
+    return float((full(module) - start).mean())
+
+
+@pytest.mark.parametrize(
+    "kind, corrected, how",
+    [
+        ("LocalError", True, {}),
+        ("LocalError", True, {"every": EVERY}),
+        pytest.param("LocalError", "rows", {"delay": 1}, marks=SLOW),
+        pytest.param("LocalSteps", True, {"every": EVERY, "parts": 2}, marks=SLOW),
+    ],
+)
+def test_it_lengthens_the_steps_of_noisy_nodes(kind: str, corrected: bool | str, how: dict[str, Any]) -> None:
+    plain, longer = (run(moved, 4, kind, c, how)[0] for c in (False, corrected))
+    expected = ((16 + 400) / (16 + 400 / 2)) ** 0.5
+    assert longer / plain == pytest.approx(expected, rel=0.15), "by the ratio of the second moments"
+
+
+def with_nan(rank: int, world: int, kind: str) -> None:
     """A NaN in a gradient that one rank's shard alone has."""
     mesh = meshes()
     module = sharded(mesh, 0)
     sgd = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("topk", density=0.1, nonfinite="rollback") as state:
-        outer = sidcomp.Outer(module, sgd, state, every=1, process_group=mesh.get_group("replicate"))
+        group = mesh.get_group("replicate")
+        outer = getattr(sidcomp, kind)(module, sgd, state, every=1, process_group=group)
         for step in range(6):
             module.zero_grad()
             backward(module, rank, step)
@@ -182,23 +286,26 @@ def with_nan(rank: int, world: int) -> None:
                 assert kept and all(torch.equal(x, now[n]) for n, x in kept.items())
             else:
                 assert not torch.equal(full(module), before)
+        if kind == "LocalError":
+            outer.merge()
         assert on_all(full(module)) and torch.isfinite(full(module)).all()
 
 
-def test_what_is_not_finite_in_one_shard_is_undone_in_all() -> None:
-    run(with_nan, 4)
+@pytest.mark.parametrize("kind", ["Outer", "LocalError"])
+def test_what_is_not_finite_in_one_shard_is_undone_in_all(kind: str) -> None:
+    run(with_nan, 4, kind)
 
 
-def with_a_failure(rank: int, world: int) -> str:
-    """The exchange of the first shard fails, on both nodes. Returns what each rank says."""
+def with_a_failure(rank: int, world: int, kind: str, delay: int, fails: int) -> str:
+    """The exchange of the first shard fails, on both nodes, in step `fails`. Returns what each rank says."""
     mesh = meshes()
     module = sharded(mesh, 0)
     optimizer = OPTIMIZERS["Adam"](module.parameters())
     with sidcomp.State("none") as state:
-        outer = sidcomp.Outer(
-            module, optimizer, state, every=EVERY, delay=2, process_group=mesh.get_group("replicate")
+        outer = getattr(sidcomp, kind)(
+            module, optimizer, state, every=EVERY, delay=delay, process_group=mesh.get_group("replicate")
         )
-        for step in range(EVERY + 2):
+        for step in range(fails + 1):
             module.zero_grad()
             backward(module, rank, step)
             if step == EVERY and rank % 2 == 0:
@@ -207,7 +314,7 @@ def with_a_failure(rank: int, world: int) -> str:
                 broken: torch.futures.Future[torch.Tensor] = torch.futures.Future()
                 broken.set_exception(RuntimeError("broken"))
                 outer._futures = [broken]
-            if step < EVERY + 1:
+            if step < fails:
                 outer.step()
                 continue
             with pytest.raises((RuntimeError, sidcomp.ExchangeError)) as raised:
@@ -216,15 +323,16 @@ def with_a_failure(rank: int, world: int) -> str:
         return str(raised.value)
 
 
-def test_what_fails_in_one_shard_is_raised_in_all() -> None:
-    for rank, said in enumerate(run(with_a_failure, 4)):
+@pytest.mark.parametrize("kind, delay, fails", [("Outer", 2, EVERY + 1), ("LocalError", 1, 2 * EVERY - 1)])
+def test_what_fails_in_one_shard_is_raised_in_all(kind: str, delay: int, fails: int) -> None:
+    for rank, said in enumerate(run(with_a_failure, 4, kind, delay, fails)):
         assert ("another shard of this node has failed" if rank % 2 else "broken") in said
 
 
 # ---- checkpoints
 
 
-def resumed(rank: int, world: int, stop: int, delay: int, path: str) -> list[str]:
+def resumed(rank: int, world: int, kind: str, stop: int, delay: int, path: str) -> list[str]:
     """A run that is stopped after `stop` steps and resumed, beside one that is not. Returns what is said of a
     dictionary of the other shard."""
 
@@ -233,9 +341,10 @@ def resumed(rank: int, world: int, stop: int, delay: int, path: str) -> list[str
         module = sharded(mesh, seed)
         optimizer = OPTIMIZERS["Adam"](module.parameters())
         state = sidcomp.State("topk", density=0.1)
-        outer = sidcomp.Outer(
+        how = {"lr": 0.7, "momentum": 0.5} if kind == "Outer" else {}
+        outer = getattr(sidcomp, kind)(
             module, optimizer, state, every=EVERY, delay=delay, process_group=mesh.get_group("replicate"),
-            lr=0.7, momentum=0.5,
+            noise_correction=True, **how,
         )  # fmt: skip
         with state:
             names = {"module": module, "optimizer": optimizer, "state": state, "outer": outer}
@@ -256,22 +365,25 @@ def resumed(rank: int, world: int, stop: int, delay: int, path: str) -> list[str
     return said
 
 
-@pytest.mark.parametrize("stop, delay", [(6, 3), pytest.param(6, 0, marks=SLOW)])
-def test_a_resumed_run_has_the_same_bits(stop: int, delay: int, tmp_path: Path) -> None:
-    for rank, said in enumerate(run(resumed, 4, stop, delay, str(tmp_path))):
+@pytest.mark.parametrize(
+    "kind, stop, delay",
+    [("Outer", 6, 3), pytest.param("Outer", 6, 0, marks=SLOW), ("LocalError", 6, 1)],
+)
+def test_a_resumed_run_has_the_same_bits(kind: str, stop: int, delay: int, tmp_path: Path) -> None:
+    for rank, said in enumerate(run(resumed, 4, kind, stop, delay, str(tmp_path))):
         mine, other = f"shard {rank % 2} of 2", f"shard {1 - rank % 2} of 2"
         for text in said:
             assert mine in text and other in text
 
 
-def on_nodes(rank: int, world: int, path: str) -> list[float]:
+def on_nodes(rank: int, world: int, kind: str, path: str) -> list[float]:
     """Two nodes save between two exchanges, one takes over. Returns the losses."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
     module = sharded(mesh, rank // 2)
     optimizer = OPTIMIZERS["Adam"](module.parameters())
     state = sidcomp.State("topk", density=0.1)
-    outer = sidcomp.Outer(
-        module, optimizer, state, every=EVERY, process_group=mesh.get_group("replicate"), lr=0.7
+    outer = getattr(sidcomp, kind)(
+        module, optimizer, state, every=EVERY, process_group=mesh.get_group("replicate")
     )
     losses = []
     with state:
@@ -281,11 +393,14 @@ def on_nodes(rank: int, world: int, path: str) -> list[float]:
             set_state_dict(module, optimizer, **both, options=WHOLE)
             state.load_state_dict([f["state"] for f in files])
             outer.load_state_dict(files[0]["outer"])
-            points = files[0]["outer"]["points"]
-            for name, p in module.named_parameters():
-                assert name not in points or torch.equal(p.to_local(), points[name])
-            for name, x in state.state_dict()["residuals"].items():
+            error = state.state_dict()["residuals"]
+            for name, x in error.items():
                 torch.testing.assert_close(x, sum(f["state"]["residuals"][name] for f in files))
+            points = files[0]["outer"]["points" if kind == "Outer" else "agreed"]
+            for name, p in module.named_parameters():
+                if name in points:
+                    kept = error[name].view(p.to_local().shape) if kind == "LocalError" else 0
+                    assert torch.equal(p.to_local(), points[name] - kept)
         for step in range(6 if world == 4 else 120):
             module.zero_grad()
             losses.append(backward(module, rank, step))
@@ -302,9 +417,10 @@ def on_nodes(rank: int, world: int, path: str) -> list[float]:
     return losses
 
 
-def test_another_number_of_nodes_takes_over(tmp_path: Path) -> None:
-    before = run(on_nodes, 4, str(tmp_path))
-    after = run(on_nodes, 2, str(tmp_path))
+@pytest.mark.parametrize("kind", ["Outer", "LocalError"])
+def test_another_number_of_nodes_takes_over(kind: str, tmp_path: Path) -> None:
+    before = run(on_nodes, 4, kind, str(tmp_path))
+    after = run(on_nodes, 2, kind, str(tmp_path))
     assert max(sum(x[-6:]) for x in after) < 0.8 * min(sum(x[:6]) for x in before)
 
 
@@ -322,24 +438,25 @@ def refused(rank: int, world: int) -> list[str]:
         (sharded(mesh, 0), {"process_group": crossed}),
         (hsdp, {"process_group": mesh.get_group("replicate")}),
         (sharded(mesh, 0), {"process_group": mesh.get_group("replicate"), "deadline": 5.0}),
-        (sharded(mesh, 0), {"process_group": mesh.get_group("replicate"), "noise_correction": True}),
     ]
     said = []
     for module, how in for_each:
         with pytest.raises(sidcomp.errors.SidcompError) as error:
             sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), sidcomp.State("none"), **how)
         said.append(str(error.value))
-    module = sharded(mesh, 0)
-    with pytest.raises(sidcomp.errors.SidcompError) as error:
-        sidcomp.LocalError(module, OPTIMIZERS["SGD"](module.parameters()))
-    return [*said, str(error.value)]
+    for state, how in ((sidcomp.State(), {}), (sidcomp.State("auto"), for_each[-1][1])):
+        module, group = sharded(mesh, 0), how.get("process_group")
+        with pytest.raises(sidcomp.errors.SidcompError) as error:
+            sidcomp.LocalError(module, OPTIMIZERS["SGD"](module.parameters()), state, process_group=group)
+        said.append(str(error.value))
+    return said
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    for none, all_, crossed, hsdp, deadline, noise, local_error in run(refused, 4):
+    for none, all_, crossed, hsdp, deadline, local_error, planned in run(refused, 4):
         assert "give Outer as process_group" in none
         assert "of them too" in all_ and "of them too" in hsdp
         assert "rank 1 of the process group holds shard" in crossed
         assert "rounds are between all ranks" in deadline
-        assert "does not take shards of FSDP yet: leave it out" in noise
-        assert "is sharded" in local_error
+        assert "give LocalError as process_group" in local_error
+        assert "give LocalError a State with a named codec" in planned

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import CheckpointError
+from sidcomp.integrations.local_shards import is_sharded, own_part
 
 SAMPLES = 16  # elements of each parameter
 _DECAY = 0.9  # of the running sums of samples, in each exchange
@@ -47,15 +48,18 @@ class GradientNoise:
 
     The estimate comes from a few elements of each parameter, which the ranks sum in a small all-reduce with
     each exchange. It is used one exchange later, and it is the same on all ranks.
+
+    parameters  float32, with the gradients that are measured. Of a shard of FSDP2, here and below, what the
+                rank holds counts; the ranks of the group hold the same shards
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         self._parameters, self._group = list(parameters), group
         self._world = dist.get_world_size(group)
-        device = self._parameters[0].device
+        own = list(map(own_part, self._parameters))
+        device = own[0].device
         self._places = [
-            torch.linspace(0, p.numel() - 1, min(SAMPLES, p.numel()), device=device).long()
-            for p in self._parameters
+            torch.linspace(0, p.numel() - 1, min(SAMPLES, p.numel()), device=device).long() for p in own
         ]
         count = len(self._places)
         sizes = torch.tensor([len(x) for x in self._places], device=device)
@@ -151,12 +155,13 @@ class SketchNoise:
     ) -> None:
         self._parameters, self._group = list(parameters), group
         self._world = dist.get_world_size(group)
-        device, count = self._parameters[0].device, len(self._parameters)
-        self._before = [torch.empty_like(p) for p in self._parameters]
+        self._values = list(map(own_part, self._parameters))
+        device, count = self._values[0].device, len(self._values)
+        self._before = [torch.empty_like(p) for p in self._values]
         self._stride = -(-every // MEASURED)
         self._matrices = [
             (p.shape[0], p.numel() // p.shape[0]) if p.dim() > 1 and p.numel() else (1, p.numel())
-            for p in self._parameters
+            for p in self._values
         ]
         signs = torch.Generator().manual_seed(0)
         rows, columns = (max(of) + _SHIFTS for of in zip(*self._matrices, strict=True))
@@ -173,15 +178,20 @@ class SketchNoise:
         self._sent: tuple[torch.Tensor, Any] | None = None  # what is being summed, and the work
         self._find()
 
+    def find(self) -> None:
+        """Finds shards of FSDP where they are now."""
+        if any(map(is_sharded, self._parameters)):
+            self._values = list(map(own_part, self._parameters))
+
     @torch.no_grad()
     def mark(self) -> None:
         """Call it before the optimizer steps."""
-        torch._foreach_copy_(self._before, self._parameters)
+        torch._foreach_copy_(self._before, self._values)
 
     @torch.no_grad()
     def lengthen(self) -> None:
         """Lengthens what the optimizer has done since `mark`. A factor of 1 changes no bit."""
-        torch._foreach_lerp_(self._parameters, self._before, self._weights)
+        torch._foreach_lerp_(self._values, self._before, self._weights)
 
     @torch.no_grad()
     def note(self) -> None:
@@ -282,8 +292,10 @@ class SketchNoise:
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor | None:
-    """That of an embedding may be sparse."""
-    return p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
+    """What this rank holds of the gradient. That of an embedding may be sparse."""
+    if p.grad is None:
+        return None
+    return p.grad.to_dense() if p.grad.is_sparse else own_part(p.grad)
 
 
 def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -316,19 +328,17 @@ class RowNoise:
     ) -> None:
         self._parameters, self._group = list(parameters), group
         self._world = dist.get_world_size(group)
-        device = self._parameters[0].device
-        rows = [
-            p.shape[0] if p.dim() > 1 and p.numel() >= NARROW * p.shape[0] > 0 else 1
-            for p in self._parameters
-        ]
+        own = list(map(own_part, self._parameters))
+        device = own[0].device
+        rows = [p.shape[0] if p.dim() > 1 and p.numel() >= NARROW * p.shape[0] > 0 else 1 for p in own]
         self._rows = rows
         ends = list(accumulate(rows, initial=0))
-        widths = [p.numel() // k for p, k in zip(self._parameters, rows, strict=True)]
+        widths = [p.numel() // k for p, k in zip(own, rows, strict=True)]
         self._sums = torch.zeros(2, ends[-1], device=device)  # of squares: the means', the ranks' own
         self._found = torch.ones(ends[-1], device=device)
         self.factors = [
             self._found[a:b].view([b - a, *[1] * (p.dim() - 1)][: p.dim()])
-            for (a, b), p in zip(pairwise(ends), self._parameters, strict=True)
+            for (a, b), p in zip(pairwise(ends), own, strict=True)
         ]
         decay = torch.tensor([max(d**TURNS, SHORTEST) for d in decays])
         self._turns = [_Turn(rows, widths, decay, turn, device) for turn in range(TURNS)]

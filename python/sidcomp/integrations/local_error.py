@@ -24,11 +24,13 @@ from sidcomp.integrations.local_parts import (
     each,
     group_of,
     lacks,
+    named_group,
     open_engine,
     serve,
     take_step,
     trained,
 )
+from sidcomp.integrations.local_shards import Shards, reshard
 from sidcomp.runtime.group import Group
 from sidcomp.state import State
 
@@ -56,18 +58,19 @@ class LocalError:
     so its own parameters contain its own steps at once. This is error reset (CSER, Xie et al. 2020, Algorithm
     2), with a residual as memory. Evaluate and publish the agreed parameters: see `agreed` and `merge`.
 
-    module          a module without DDP; or a DDP model, whose gradients are then no longer averaged. The
-                    parameters must be float32. This call copies rank 0's parameters and buffers to all
-                    ranks, and every exchange copies rank 0's buffers again
+    module          a module without DDP; or a DDP model, whose gradients are then no longer averaged; or one
+                    that fully_shard has sharded inside a node, whose gradients FSDP then averages over the
+                    node. The parameters must be float32. This call copies rank 0's parameters and buffers to
+                    all ranks, and every exchange copies rank 0's buffers again
     optimizer       of the module's parameters, or a list of optimizers, such as [muon, adamw]. Its state
                     stays on its rank. Clip gradients at the usual norm for Adam and its relatives, whose
                     steps do not depend on the size of gradients, and at about sqrt(W) times that for SGD: a
                     rank's own gradient has more noise than the mean of W ranks, so it is larger
     state           [None] a State with a memory that keeps what was not sent; None: `State()`.
-                    `State("auto")` and other planned groups need delay=0: they measure the exchanges of the
-                    first steps, uncompressed ones among them, and "auto" leaves out exchanges that keep one
-                    error for several ranks. `follow` is refused, because updates already contain the learning
-                    rate
+                    `State("auto")` and other planned groups need delay=0 and whole parameters: they measure
+                    the exchanges of the first steps, uncompressed ones among them, and "auto" leaves out
+                    exchanges that keep one error for several ranks. `follow` is refused, because updates
+                    already contain the learning rate
     every           [1] steps between two exchanges, at least 1
     noise_correction
                     [None] True: lengthens each rank's own steps, parameter by parameter, by as much as the
@@ -78,10 +81,11 @@ class LocalError:
                     step is lengthened by the root of the factor, and what is exchanged by it once more.
                     None: the parameters of optimizers with two betas, such as Adam. "rows": these, row by
                     row, in the exchange; in each one the ranks compare two numbers for every fourth row, in
-                    float32
+                    float32. Of a parameter that is sharded each shard has factors of its own
     delay           [0] 1: an exchange takes place during the next forward and backward pass, and its mean is
                     applied one exchange later
-    process_group   [None] the ranks to average over; None: the State's, else the default group
+    process_group   [None] the ranks to average over; None: the State's, else the default group. With FSDP2
+                    inside a node: the ranks of all nodes that hold the same shard as this one
 
     It takes 12 bytes for each parameter (the agreed parameters, those after the last exchange, and what is
     exchanged), with every > 1 and the noise correction 16; the State's residual takes another 4. On CUDA
@@ -90,8 +94,8 @@ class LocalError:
 
     If what a rank did is not finite, the exchange is discarded, and all ranks lose what they did since the
     previous one. Raises ArgumentError, SetupError or UnsupportedError, which say what to change: also if the
-    ranks' parameters differ in name, shape or dtype, or are sharded. A step of the optimizer that `step` did
-    not take raises a SetupError before it moves a parameter.
+    ranks' parameters differ in name, shape or dtype, or are other shards. A step of the optimizer that `step`
+    did not take raises a SetupError before it moves a parameter.
     """
 
     def __init__(
@@ -145,7 +149,16 @@ class LocalError:
                 'noise_correction="rows" lengthens the steps of optimizers with two betas, such as Adam, and '
                 f"{type(self._optimizers[0]).__name__} has none: leave noise_correction out"
             )
-        named = trained(module, self._optimizers)
+        reshard(module)
+        whole = trained(module, self._optimizers)
+        self._shards = Shards(whole, named_group(state, process_group), "LocalError")
+        if self._shards.part and state.settings.planned:
+            raise UnsupportedError(
+                f"the module is sharded, and groups={state.settings.groups!r} are planned by what exchanges "
+                "of the whole module take: give LocalError a State with a named codec and fixed groups, such "
+                'as State("topk", groups="bucket")'
+            )
+        named = self._shards.local()
         if other := [name for name, p in named.items() if p.dtype is not torch.float32]:
             raise UnsupportedError(
                 f"parameter {other[0]!r} is {str(named[other[0]].dtype)[6:]}: LocalError keeps errors in the "
@@ -163,8 +176,8 @@ class LocalError:
         corrected = [
             (p, update)
             for part in self._parts
-            for p, update in zip(part.parameters, part.update_views, strict=True)
-            if id(p) in decays
+            for name, update in zip(part.names, part.update_views, strict=True)
+            if id(p := whole[name]) in decays
         ]
         self._corrected = [update for _, update in corrected]
         self._noise: GradientNoise | RowNoise | SketchNoise | None = None
@@ -176,12 +189,13 @@ class LocalError:
                 self._noise = SketchNoise(parameters, [decays[id(p)] for p in parameters], every, self._group)
             else:
                 self._noise = GradientNoise(parameters, self._group)
-        compare(named, self._group, "LocalError")
+        compare(named, self._group, "LocalError", self._shards.part)
         broadcast([*named.values(), *module.buffers()], self._group)
         self._stray = Stray(self, self._optimizers, "LocalError")
         for part in self._parts:
             part.start()
-        serve(state, module, named, self._group, self._parts[0].update.device, "LocalError")
+        device = self._parts[0].update.device
+        serve(state, module, named, self._group, device, "LocalError", self._shards.part)
         if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
             ddp.require_backward_grad_sync = False
 
@@ -220,24 +234,43 @@ class LocalError:
         if not self.delay:
             self._land()
 
+    def _find(self) -> None:
+        """Finds the shards of FSDP where they are now. Call it before they are read or changed."""
+        if self._shards.part:
+            reshard(self.module)
+            own = self._shards.local()
+            for part in self._parts:
+                part.take(own)
+            if isinstance(self._noise, SketchNoise):
+                self._noise.find()
+
     def _launch(self) -> None:
         engine, beside = self.state._engine, 0
+        self._find()
         for part in self._parts:
             part.measure()
         if self._noise is not None:
             beside = self._noise.sample()  # and takes in the samples of the exchange before
             torch._foreach_mul_(self._corrected, self._noise.factors)
-        self._form()
+        if self._shards.part and not self._shards.all_agree(self._finite()):
+            for part in self._parts:  # so that the ranks of all shards discard it
+                part.update.fill_(float("nan"))
+        with self._shards.together():
+            self._form()
         engine.count_reduced(beside)
-        try:
+        with self._shards.together(self._fail):
             self._futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
-        except Exception as e:
-            engine.abandon(e)
-            self._settle(keep=False)
-            raise
         for part in self._parts if self.delay else ():  # without delay, `_land` comes before the next step
             part.mark()
         self._arriving = True
+
+    def _finite(self) -> bool:
+        return all(bool(torch.isfinite(part.update).all()) for part in self._parts)
+
+    def _fail(self, error: Exception) -> None:
+        self._find()
+        self.state._engine.abandon(error)
+        self._settle(keep=False)
 
     def _form(self) -> None:
         """Makes the groups, if there are none."""
@@ -252,13 +285,10 @@ class LocalError:
             return
         engine = self.state._engine
         futures, self._futures, self._arriving = self._futures, [], False
-        try:
+        with self._shards.together(self._fail):
             for future in futures:
                 future.wait()
-        except Exception as e:
-            engine.abandon(e)
-            self._settle(keep=False)
-            raise
+        self._find()
         engine.quiet()  # discards the step, if what some rank sent was not finite
         if isinstance(self._noise, SketchNoise):  # it has arrived beside the means
             self._noise.land()
@@ -326,6 +356,7 @@ class LocalError:
         Nothing is exchanged, and training continues afterwards as if you had not called it. The agreed
         parameters do not contain the steps since the last exchange yet, nor, with delay=1, the exchange in
         flight. Do not train inside."""
+        self._find()
         own = [[p.detach().clone() for p in part.parameters] for part in self._parts]
         with torch.no_grad():
             for part in self._parts:
@@ -333,6 +364,7 @@ class LocalError:
         try:
             yield self.module
         finally:
+            self._find()
             with torch.no_grad():
                 for part, kept in zip(self._parts, own, strict=True):
                     torch._foreach_copy_(part.parameters, kept)
@@ -349,8 +381,9 @@ class LocalError:
             self._noise.land()
         engine = self.state._engine
         engine.quiet()
+        self._find()
         finite = [torch.stack([torch.isfinite(p).all() for p in part.parameters]) for part in self._parts]
-        if not all(bool(x.all()) for x in finite):
+        if not self._shards.all_agree(all(bool(x.all()) for x in finite)):
             for part in self._parts:
                 part.put("base")
         for part in self._parts:
@@ -389,6 +422,7 @@ class LocalError:
         three dictionaries. They do not contain the module's buffers: save those as well."""
         for future in self._futures:
             future.wait()
+        self._find()
         engine = self.state._engine
         engine.quiet()
         arriving = self._arriving and engine.counts()
@@ -399,6 +433,7 @@ class LocalError:
             "delay": self.delay,
             "world": dist.get_world_size(self._group),
             "noise": self._noise.state_dict() if self._noise is not None else None,
+            "part": self._shards.part,
             **{kind: {n: x.clone() for part in self._parts for n, x in part.named(kind)} for kind in kinds},
         }
 
@@ -416,6 +451,8 @@ class LocalError:
         CheckpointError.
         """
         check_saved(saved, "LocalError")
+        self._shards.check_saved(saved, "LocalError")
+        self._find()
         steps, world = saved.get("steps"), saved.get("world")
         if not isinstance(steps, int) or steps < 0 or not isinstance(world, int):
             raise CheckpointError('LocalError: the dictionary needs "steps" and "world", which are numbers')
@@ -465,20 +502,15 @@ class _Part(Part):
     """agreed: the same on all ranks. base: this rank's parameters after the last launch; what its optimizer
     did since is base - parameters."""
 
-    def __init__(self, names: list[str], named: dict[str, torch.nn.Parameter]) -> None:
+    def __init__(self, names: list[str], named: dict[str, torch.Tensor]) -> None:
         super().__init__(names, named)
         self.agreed, self.base = self.vector(), self.vector()
         self._agreed, self._base = self.views(self.agreed), self.views(self.base)
-        self._by_name = {
-            "agreed": self._agreed,
-            "base": self._base,
-            "arriving": self.update_views,
-            "own": self.parameters,
-        }
+        self._by_name = {"agreed": self._agreed, "base": self._base, "arriving": self.update_views}
 
     def named(self, kind: str) -> list[tuple[str, torch.Tensor]]:
         """The vector of this name in a checkpoint, by parameter."""
-        return list(zip(self.names, self._by_name[kind], strict=True))
+        return list(zip(self.names, self._by_name.get(kind, self.parameters), strict=True))
 
     @torch.no_grad()
     def start(self) -> None:

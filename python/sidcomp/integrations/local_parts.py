@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.integrations.ddp import roles
-from sidcomp.integrations.local_shards import is_sharded
 from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
@@ -62,10 +61,9 @@ def each(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
 
 
 def trained(
-    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], shards: bool = False
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, torch.nn.Parameter]:
-    """Returns the parameters that the optimizers train, by name. shards: they may be sharded. Raises
-    ArgumentError, SetupError or UnsupportedError."""
+    """Returns the parameters that the optimizers train, by name. Raises ArgumentError or SetupError."""
     named = {name: p for name, p in named_parameters(module) if p.requires_grad}
     own: dict[int, int] = {}
     for i, one in enumerate(optimizers):
@@ -83,11 +81,6 @@ def trained(
         raise SetupError("the module has no parameters that require gradients")
     if complex_ := [name for name, p in named.items() if p.is_complex()]:
         raise SetupError(f"parameter {complex_[0]!r} is complex, which no codec takes")
-    if not shards and (sharded := [name for name, p in named.items() if is_sharded(p)]):
-        raise UnsupportedError(
-            f"parameter {sharded[0]!r} is sharded, and this averages what whole models did: for HSDP use "
-            "sidcomp.fsdp.compress, which compresses the gradients between its replicas"
-        )
     return named
 
 

@@ -1,13 +1,14 @@
-"""Local steps of a module that FSDP2 has sharded: each rank exchanges what it holds of the parameters with
-the ranks of other nodes that hold the same."""
+"""LocalSteps and LocalError of a module that FSDP2 has sharded: each rank exchanges what it holds of the
+parameters with the ranks of other nodes that hold the same."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import ExchangeError, SetupError, UnsupportedError
+from sidcomp.errors import CheckpointError, ExchangeError, SetupError, UnsupportedError
 
 try:
     from torch.distributed.fsdp import FSDPModule
@@ -17,6 +18,12 @@ except ImportError:  # an older torch
 
 def is_sharded(p: torch.Tensor) -> bool:
     return hasattr(p, "to_local")
+
+
+@torch.no_grad()
+def own_part(x: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that may be sharded, in the same memory."""
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def reshard(module: torch.nn.Module) -> None:
@@ -79,13 +86,21 @@ class Shards:
 
     def local(self) -> dict[str, torch.Tensor]:
         """This rank's parts of the parameters, which share their memory; without those of no element."""
-        with torch.no_grad():
-            own = {n: p.to_local() if is_sharded(p) else p for n, p in self._named.items()}  # type: ignore[attr-defined]
+        own = {name: own_part(p) for name, p in self._named.items()}
         return {name: x for name, x in own.items() if x.numel()}
 
     def all_agree(self, yes: bool) -> bool:
         """Whether it holds on all ranks that share the module with this one."""
         return yes if self._mesh is None else bool(self._smallest(int(yes)))
+
+    def check_saved(self, saved: dict[str, Any], what: str) -> None:
+        """Raises CheckpointError if a rank with another shard has saved it."""
+        if (part := saved.get("part", "")) != self.part:
+            raise CheckpointError(
+                f"{what}: this was saved by a rank that had {part or 'the whole module'}, and this one has "
+                f"{self.part or 'the whole module'}: every rank saves and loads its own, and the number of "
+                "shards must stay"
+            )
 
     @contextmanager
     def together(self, fail: Callable[[Exception], None] | None = None) -> Iterator[None]:

@@ -72,7 +72,8 @@ class LocalSteps:
     noise_correction
                     [False] True: lengthens the steps of optimizers with two betas, such as Adam, by as much
                     as the noise of a rank's own gradient shortens them, as in `LocalError` with
-                    every > 1. It takes float32 parameters, no shards, and no host=True on a GPU
+                    every > 1. It takes float32 parameters, and no host=True on a GPU. Of a parameter that
+                    is sharded each shard has a factor of its own
     process_group   [None] the ranks to average over; None: the State's, else the default group. With FSDP2
                     inside a node: the ranks of all nodes that hold the same shard as this one
 
@@ -111,7 +112,8 @@ class LocalSteps:
         given = named_group(state, process_group)
         self._optimizers = each(optimizer)
         reshard(module)
-        self._shards = Shards(trained(module, self._optimizers, shards=True), given, type(self).__name__)
+        whole = trained(module, self._optimizers)
+        self._shards = Shards(whole, given, type(self).__name__)
         named = self._shards.local()
         least = self._shards.least
         what = "the smallest shard" if least else "the model"
@@ -126,7 +128,7 @@ class LocalSteps:
         self._at = [i * every // parts for i in range(parts)]
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._flying: list[int] = []  # of `_together`: their means have not been applied yet
-        corrected = self._decays() if noise_correction else {}
+        corrected = self._corrected(whole) if noise_correction else []
         self._noise: SketchNoise | None = None
         # of each part: the updates that are lengthened, and where their factors are
         self._updates: list[list[tuple[torch.Tensor, int]]] = [[] for _ in self._parts]
@@ -135,20 +137,18 @@ class LocalSteps:
         if corrected and self._world > 1:
             self._measure_noise(corrected)
 
-    def _measure_noise(self, decays: dict[int, float]) -> None:
-        """decays: of the second moment in one step, of the parameters whose steps are lengthened."""
-        parameters = [p for part in self._parts for p in part.parameters if id(p) in decays]
-        each_decay = [decays[id(p)] for p in parameters]
-        self._noise = SketchNoise(parameters, each_decay, self.every, self._group)
-        place = {id(p): i for i, p in enumerate(parameters)}
+    def _measure_noise(self, corrected: list[tuple[str, torch.Tensor, float]]) -> None:
+        """corrected: the parameters whose steps are lengthened: name, the optimizer's tensor, and decay."""
+        names, parameters, decays = zip(*corrected, strict=True)
+        self._noise = SketchNoise(parameters, decays, self.every, self._group)
+        place = {name: i for i, name in enumerate(names)}
         for part, updates in zip(self._parts, self._updates, strict=True):
-            pairs = zip(part.parameters, part.update_views, strict=True)
-            updates += [(update, place[id(p)]) for p, update in pairs if id(p) in place]
+            pairs = zip(part.names, part.update_views, strict=True)
+            updates += [(update, place[name]) for name, update in pairs if name in place]
 
-    def _decays(self) -> dict[int, float]:
-        """The second beta of each parameter that has one. Raises ArgumentError or UnsupportedError."""
-        if self._shards.part:
-            raise UnsupportedError("noise_correction=True does not take shards of FSDP yet: leave it out")
+    def _corrected(self, whole: dict[str, torch.nn.Parameter]) -> list[tuple[str, torch.Tensor, float]]:
+        """What `_measure_noise` needs. whole: the optimizer's tensors. Raises ArgumentError or
+        UnsupportedError."""
         if any(part.update.device != part.parameters[0].device for part in self._parts):
             raise UnsupportedError(
                 "noise_correction=True with host=True needs parameters on a CPU: leave one out"
@@ -164,7 +164,8 @@ class LocalSteps:
                 "noise_correction=True lengthens the steps of optimizers with two betas, such as Adam, and "
                 f"{type(self._optimizers[0]).__name__} has none: leave it out"
             )
-        return decays
+        names = [name for part in self._parts for name in part.names]
+        return [(name, p, decays[id(p)]) for name in names if id(p := whole[name]) in decays]
 
     def _start(self, named: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
         """Gives all ranks the same parameters, and makes what their exchanges need."""
@@ -255,6 +256,8 @@ class LocalSteps:
             own = self._shards.local()
             for part in self._parts:
                 part.take(own)
+            if self._noise is not None:
+                self._noise.find()
 
     def _of(self, together: list[int]) -> list[tuple[int, "_Part"]]:
         """What is exchanged then: indices and parts."""
@@ -446,12 +449,7 @@ class LocalSteps:
 
     def _check_part(self, saved: dict[str, Any]) -> None:
         check_saved(saved, type(self).__name__)
-        if (part := saved.get("part", "")) != self._shards.part:
-            raise CheckpointError(
-                f"LocalSteps: this was saved by a rank that had {part or 'the whole module'}, and this one "
-                f"has {self._shards.part or 'the whole module'}: every rank saves and loads its own, and the "
-                "number of shards must stay"
-            )
+        self._shards.check_saved(saved, type(self).__name__)
 
     def _take(self, saved: dict[str, Any]) -> None:
         """Takes what a subclass has saved, which it has checked."""
