@@ -62,7 +62,8 @@ def train(rank: int, world: int, file: str, argv: list[str], out: str) -> None:
         run = trainer.run
         ratio = 1.0
         if trainer.state is not None:
-            ring = 2 * (world - 1) / world * 4 * run.elements
+            nodes = world // args.shards  # between which the codec is
+            ring = 2 * (nodes - 1) / nodes * 4 * run.elements / args.shards
             ratio = ring * args.steps / trainer.state.stats()["wire_bytes"]
         found = {"loss": run.curve[-1][2], "ratio": ratio, "elements": run.elements}
         Path(out).write_text(json.dumps(found))

@@ -98,6 +98,14 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         dest="noise_correction",
         help="with --local-error: the same, row by row",
     )
+    add(
+        "--shards",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --local-error: FSDP2 shards the model over N ranks each, as inside a node, and sidcomp "
+        "exchanges between nodes; computed bytes are those between nodes; 1, no shards, unless given",
+    )
     add("--groups", help="bucket, model, a size such as 4MB, auto; bucket unless given")
     add(
         "--exclude",
@@ -154,6 +162,11 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     args = p.parse_args(argv)
     if (args.resume or args.stop_at is not None) and not args.checkpoint:
         p.error("--resume and --stop-at need --checkpoint DIR")
+
+    if args.shards < 1 or (args.shards > 1 and not args.local_error):
+        p.error(f"--shards {args.shards}: give --local-error, and ranks of a node, at least 1")
+    if args.shards > 1 and args.checkpoint:
+        p.error("--shards: --checkpoint saves whole models; leave one of them out")
 
     plain = not args.config and args.codec is None
     args.config = args.config or ("topk-fortieth" if args.codec is None else "topk-1pct")  # its own defaults

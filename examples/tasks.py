@@ -340,7 +340,7 @@ class GPTModel(nn.Module):
         y, n = self.word(x.int()), x.shape[1]
         for block in self.blocks:
             y = block(y, self.cos[:n], self.sin[:n])
-        return self.head(self.norm(y)), y[:0]
+        return self.head(self.norm(y)), y[:0].clone()  # FSDP warns of views
 
 
 class GPT(LanguageModel):

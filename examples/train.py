@@ -98,6 +98,7 @@ class Trainer:
                 sidcomp.register(self.model, self.state)
             momentum = 0.0 if self.state.settings.momentum else momentum
             self.run.found = not self.state.settings.planned
+        others = shard(self.module, args.shards, task.device) if local and args.shards > 1 else None
         self.optimizer = self.make_optimizer(momentum)
         if self.state is not None and local:
             self.local = sidcomp.LocalError(
@@ -107,6 +108,7 @@ class Trainer:
                 every=args.every,
                 delay=args.delay,
                 noise_correction=args.noise_correction,
+                process_group=others,
             )
         elif self.state is not None:
             sidcomp.check_optimizer(self.state, self.optimizer, clip_grad_norm=self.clip)
@@ -227,6 +229,20 @@ class Trainer:
         if self.state is not None:
             self.state.close()
         del self.model
+
+
+def shard(module: torch.nn.Module, ranks: int, device: torch.device) -> dist.ProcessGroup:
+    """Shards it over so many ranks each. Returns the ranks that hold the same shard as this one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # of a newer PyTorch than the rest needs
+
+    shape = dist.get_world_size() // ranks, ranks
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    for part in (m for m in module.children() if isinstance(m, torch.nn.ModuleList)):
+        for layer in part:
+            fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(module, mesh=mesh["shard"])
+    return mesh.get_group("replicate")
 
 
 def train(task: Task, args: Namespace, show: bool) -> list[Run]:
