@@ -3,11 +3,11 @@
     python -m benchmarks.bench_doors                     # 4 ranks, 1 Gbit/s, six minutes
     python -m benchmarks.bench_doors --rate 100mbit --save
 
-DDP with a hook and over the backend "sidcomp" stand beside plain DDP; HSDP on two replicas with fsdp.compress
-and over the backend stand beside plain HSDP; LocalError stands beside itself without a codec. All train the
-same model, in turns in the same processes. With one rank on each host, the shards of a replica exchange over
-the same network, and what they send is not compressed. With --hosts 2 --ranks-per-host 2 a replica is one
-host, as HSDP is meant to be used.
+DDP with a hook and over the backend "sidcomp" stand beside plain DDP; HSDP on two replicas with fsdp.compress,
+over the backend and with LocalError stands beside plain HSDP; LocalError stands beside itself without a codec.
+All train the same model, in turns in the same processes. With one rank on each host, the shards of a replica
+exchange over the same network, and what they send is not compressed. With --hosts 2 --ranks-per-host 2 a
+replica is one host, as HSDP is meant to be used.
 """
 
 import argparse
@@ -22,7 +22,15 @@ from benchmarks.netlab.measure import measure, medians, rows
 RESULTS = Path(__file__).parent / "results"
 DOORS = {  # the plain one first
     "DDP": ("dense", "default:bucket", "auto", "pg/default"),
-    "HSDP": ("hsdp/dense", "hsdp/default:bucket", "hsdp/default:pg", "hsdp/auto", "hsdp-pg/default"),
+    "HSDP": (
+        "hsdp/dense",
+        "hsdp/default:bucket",
+        "hsdp/default:pg",
+        "hsdp/auto",
+        "hsdp-pg/default",
+        "hsdp-local/none",
+        "hsdp-local/default",
+    ),
     "LocalError": ("local/none", "local/default", "local/auto"),
 }
 TITLES = {
@@ -35,6 +43,8 @@ TITLES = {
     "hsdp/default:pg": "fsdp.compress, planned groups",
     "hsdp/auto": 'fsdp.compress, "auto"',
     "hsdp-pg/default": "the backend, the default codec",
+    "hsdp-local/none": "LocalError, uncompressed",
+    "hsdp-local/default": "LocalError, the default codec",
     "local/none": "uncompressed",
     "local/default": "the default codec",
     "local/auto": '"auto"',

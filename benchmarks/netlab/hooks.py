@@ -19,7 +19,8 @@ auto                    State("auto"): groups, codecs and exchanges chosen
 DOOR/...                another door than DDP's hook, before any of these: pg/topk is DDP over the backend
                         "sidcomp", hsdp/dense plain HSDP on two replicas, hsdp/topk:bucket
                         sidcomp.fsdp.compress, and hsdp-pg/topk HSDP whose replicas average over the backend.
-                        local/topk is sidcomp.LocalError without DDP, local/none the same uncompressed
+                        local/topk is sidcomp.LocalError without DDP, local/none the same uncompressed, and
+                        hsdp-local/topk LocalError between the two replicas of HSDP
 """
 
 import re
@@ -38,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.netlab.bf16_wire import Bf16Wire
 from benchmarks.netlab.torch_topk import TorchTopk
 
-DOORS = ("pg", "hsdp", "hsdp-pg", "local")
+DOORS = ("pg", "hsdp", "hsdp-pg", "local", "hsdp-local")
 # whose hooks are not sidcomp's
 OF_TORCH = ("dense", "fp16", "powersgd", "bf16-sum32", "torch-topk", "nothing")
 PAPERS = ("layer", "even", "mergecomp", "cupcake")
@@ -57,6 +58,11 @@ class Hook(NamedTuple):
     @property
     def ours(self) -> bool:
         return self.kind not in OF_TORCH or ":" in self.name or self.exchange is not None
+
+    @property
+    def of_local_error(self) -> bool:
+        """Whether rank.py makes a LocalError, which needs the optimizer."""
+        return self.door in ("local", "hsdp-local")
 
     @property
     def planned(self) -> bool:
@@ -120,9 +126,9 @@ class Hook(NamedTuple):
     def _codec(self) -> str | None:
         return None if self.kind == "default" else self.kind
 
-    def _state(self, momentum: float) -> sidcomp.State:
+    def _state(self, momentum: float, group: dist.ProcessGroup | None = None) -> sidcomp.State:
         # warmup changes steps, not what they settle at
-        return sidcomp.State(self._codec, warmup=0, **self._settings(momentum))
+        return sidcomp.State(self._codec, warmup=0, process_group=group, **self._settings(momentum))
 
     def _backend(self, inner: dist.ProcessGroup, momentum: float) -> Any:
         settings = {**self._settings(momentum), "groups": "bucket"}
@@ -135,7 +141,7 @@ class Hook(NamedTuple):
             assert dist.group.WORLD is not None
             group = self._backend(dist.group.WORLD, momentum)
             return DistributedDataParallel(module, process_group=group), Backend(group)
-        if self.door == "local":  # rank.py makes the LocalError, which needs the optimizer
+        if self.door == "local":
             return module, self._state(momentum)
         names = ("replicate", "shard")
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
@@ -144,12 +150,17 @@ class Hook(NamedTuple):
             group = self._backend(mesh.get_group("replicate"), momentum)
             both = [group, mesh.get_group("shard")]
             mesh = DeviceMesh.from_group(both, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+        others = mesh.get_group("replicate")
+        if self.of_local_error:
+            mesh = mesh["shard"]
         for layer in getattr(module, "blocks", module.children()):
             if any(p.numel() > 1024 for p in layer.parameters()):
                 fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
         if group is not None or not self.ours:
             return module, Backend(group) if group is not None else None
+        if self.of_local_error:
+            return module, self._state(momentum, others)
         state = self._state(momentum)
         sidcomp.fsdp.compress(module, state)
         return module, state

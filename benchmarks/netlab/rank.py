@@ -60,7 +60,7 @@ class Run:
             self.module.parameters(), lr=task.lr, momentum=0.0 if held else task.momentum
         )
         self.local: sidcomp.LocalError | None = None
-        if self.state is not None and self.hook is not None and self.hook.door == "local":
+        if self.state is not None and self.hook is not None and self.hook.of_local_error:
             self.local = sidcomp.LocalError(self.module, self.optimizer, self.state)
         self.carry: torch.Tensor | None = None
         self.losses: list[float] = []
