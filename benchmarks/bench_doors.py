@@ -3,11 +3,11 @@
     python -m benchmarks.bench_doors                     # 4 ranks, 1 Gbit/s, six minutes
     python -m benchmarks.bench_doors --rate 100mbit --save
 
-DDP with a hook and over the backend "sidcomp" stand beside plain DDP; HSDP on two replicas with fsdp.compress,
-over the backend and with LocalError stands beside plain HSDP; LocalError stands beside itself without a codec.
-All train the same model, in turns in the same processes. With one rank on each host, the shards of a replica
-exchange over the same network, and what they send is not compressed. With --hosts 2 --ranks-per-host 2 a
-replica is one host, as HSDP is meant to be used.
+DDP with a hook and over the backend "sidcomp" stand beside plain DDP; HSDP on two replicas, with
+fsdp.compress, over the backend and with LocalError, beside plain HSDP; LocalError beside itself without a
+codec. All train the same model, in turns in the same processes. With one rank on each host, the shards of a
+replica exchange over the same network, and what they send is not compressed. With --hosts 2 and
+--ranks-per-host 2 a replica is one host, as HSDP is meant to be used.
 """
 
 import argparse

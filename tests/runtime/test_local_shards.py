@@ -15,7 +15,7 @@ from test_local_steps import OPTIMIZERS, backward, go_on
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 EVERY = 4
@@ -35,11 +35,11 @@ def meshes() -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(mesh: Any, seed: int) -> nn.Module:
+def sharded(mesh: Any, seed: int, **how: Any) -> nn.Module:
     model = whole(seed)
     for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh["shard"])
-    return fully_shard(model, mesh=mesh["shard"])
+        fully_shard(layer, mesh=mesh["shard"], **how)
+    return fully_shard(model, mesh=mesh["shard"], **how)
 
 
 def full(module: nn.Module) -> torch.Tensor:
@@ -195,9 +195,17 @@ def test_it_learns_compressed_and_the_nodes_have_the_same_bits(delay: int) -> No
         assert last < 0.7 * first and ratio > 4
 
 
-def of_local_error(rank: int, world: int, every: int, delay: int) -> tuple[float, float, float]:
+FSDPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "in bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+    "gathered": {"reshard_after_forward": False},
+    "on the host": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+def of_local_error(rank: int, world: int, every: int, delay: int, fsdp: str) -> tuple[float, float, float]:
     mesh, losses = meshes(), []
-    module = sharded(mesh, rank // 2)
+    module = sharded(mesh, rank // 2, **FSDPS[fsdp])
     optimizer = OPTIMIZERS["Adam"](module.parameters())
     with sidcomp.State("topk", density=0.1) as state:
         local = sidcomp.LocalError(
@@ -217,9 +225,15 @@ def of_local_error(rank: int, world: int, every: int, delay: int) -> tuple[float
     return sum(losses[:6]), sum(losses[-6:]), ratio
 
 
-@pytest.mark.parametrize("every, delay", [(1, 0), pytest.param(EVERY, 1, marks=SLOW)])
-def test_local_error_learns_compressed_and_the_nodes_agree(every: int, delay: int) -> None:
-    for first, last, ratio in run(of_local_error, 4, every, delay):
+@pytest.mark.parametrize(
+    "every, delay, fsdp",
+    [
+        *[(1, 0, "plain"), (EVERY, 0, "in bfloat16")],
+        *[pytest.param(EVERY, 1, fsdp, marks=SLOW) for fsdp in FSDPS],
+    ],
+)
+def test_local_error_learns_compressed_and_the_nodes_agree(every: int, delay: int, fsdp: str) -> None:
+    for first, last, ratio in run(of_local_error, 4, every, delay, fsdp):
         assert last < 0.7 * first and ratio > 2  # with the samples of gradients, many for such small tensors
 
 

@@ -255,8 +255,9 @@ class LocalError:
         if self._shards.part and not self._shards.all_agree(self._finite()):
             for part in self._parts:  # so that the ranks of all shards discard it
                 part.update.fill_(float("nan"))
-        with self._shards.together():
-            self._form()
+        if engine.layout is None:
+            with self._shards.together():
+                self._form()
         engine.count_reduced(beside)
         with self._shards.together(self._fail):
             self._futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
@@ -288,7 +289,8 @@ class LocalError:
         with self._shards.together(self._fail):
             for future in futures:
                 future.wait()
-        self._find()
+        if self.delay:  # else nothing has happened since the launch
+            self._find()
         engine.quiet()  # discards the step, if what some rank sent was not finite
         if isinstance(self._noise, SketchNoise):  # it has arrived beside the means
             self._noise.land()

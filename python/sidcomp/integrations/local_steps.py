@@ -290,8 +290,8 @@ class LocalSteps:
         if self._shards.part and not self._shards.all_agree(_finite(part for _, part in which)):
             for _, part in which:  # so that the ranks of all shards discard it, not only those that have it
                 part.update.fill_(float("nan"))
-        with self._shards.together():
-            if engine.layout is None:
+        if engine.layout is None:
+            with self._shards.together():
                 self._form()
         engine.count_reduced(beside)
         with self._shards.together(self._fail):
@@ -321,7 +321,8 @@ class LocalSteps:
         with self._shards.together(self._fail):
             for future in futures:
                 future.wait()
-        self._find()
+        if self.delay:  # else nothing has happened since the launch
+            self._find()
         if self._noise is not None and 0 in together:
             self._noise.land()
         self._apply(together)
