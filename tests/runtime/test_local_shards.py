@@ -237,6 +237,35 @@ def test_local_error_learns_compressed_and_the_nodes_agree(every: int, delay: in
         assert last < 0.7 * first and ratio > 2  # with the samples of gradients, many for such small tensors
 
 
+def automatic(rank: int, world: int) -> dict[str, Any]:
+    """Each shard plans for itself."""
+    mesh = meshes()
+    module = sharded(mesh, 0)
+    optimizer = OPTIMIZERS["Adam"](module.parameters())
+    with sidcomp.State("auto", candidates=["int4", ("topk", {"density": 0.1})]) as state:
+        local = sidcomp.LocalError(module, optimizer, state, process_group=mesh.get_group("replicate"))
+        for step in range(400):
+            module.zero_grad()
+            backward(module, rank, step)
+            local.step()
+            settled = torch.tensor(float(state.plan_report()["stage"] in ("settled", "warming up")))
+            dist.all_reduce(settled, dist.ReduceOp.MIN)
+            if step > 2 and settled:
+                break
+        with local.agreed() as agreed:
+            assert on_all(full(agreed))
+        report, said = state.plan_report(), state.explain()
+        local.merge()
+        assert on_all(full(module))
+    return {**report, "said": said}
+
+
+def test_each_shard_finds_a_plan() -> None:
+    for report in run(automatic, 4):
+        assert report["stage"] in ("settled", "warming up") and report["dense_ps"] > 0
+        assert "uncompressed LocalError" in report["said"]
+
+
 def moved(rank: int, world: int, kind: str, corrected: bool | str, how: dict[str, Any]) -> float:
     """How far Adam goes in one direction, with far more noise than signal in the nodes' gradients."""
     mesh = meshes()
@@ -458,19 +487,16 @@ def refused(rank: int, world: int) -> list[str]:
         with pytest.raises(sidcomp.errors.SidcompError) as error:
             sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), sidcomp.State("none"), **how)
         said.append(str(error.value))
-    for state, how in ((sidcomp.State(), {}), (sidcomp.State("auto"), for_each[-1][1])):
-        module, group = sharded(mesh, 0), how.get("process_group")
-        with pytest.raises(sidcomp.errors.SidcompError) as error:
-            sidcomp.LocalError(module, OPTIMIZERS["SGD"](module.parameters()), state, process_group=group)
-        said.append(str(error.value))
-    return said
+    module = sharded(mesh, 0)
+    with pytest.raises(sidcomp.errors.SidcompError) as error:
+        sidcomp.LocalError(module, OPTIMIZERS["SGD"](module.parameters()))
+    return [*said, str(error.value)]
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    for none, all_, crossed, hsdp, deadline, local_error, planned in run(refused, 4):
+    for none, all_, crossed, hsdp, deadline, local_error in run(refused, 4):
         assert "give Outer as process_group" in none
         assert "of them too" in all_ and "of them too" in hsdp
         assert "rank 1 of the process group holds shard" in crossed
         assert "rounds are between all ranks" in deadline
         assert "give LocalError as process_group" in local_error
-        assert "give LocalError a State with a named codec" in planned

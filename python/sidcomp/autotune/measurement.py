@@ -105,6 +105,7 @@ class Recorder:
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._note, i))  # type: ignore[no-untyped-call]
             for i, p in enumerate(params)
+            if p.requires_grad  # what a rank holds of a shard, outside of DDP and FSDP, does not
         ]
 
     def _note(self, i: int, _: torch.Tensor) -> None:

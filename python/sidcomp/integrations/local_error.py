@@ -67,10 +67,10 @@ class LocalError:
                     steps do not depend on the size of gradients, and at about sqrt(W) times that for SGD: a
                     rank's own gradient has more noise than the mean of W ranks, so it is larger
     state           [None] a State with a memory that keeps what was not sent; None: `State()`.
-                    `State("auto")` and other planned groups need delay=0 and whole parameters: they measure
-                    the exchanges of the first steps, uncompressed ones among them, and "auto" leaves out
-                    exchanges that keep one error for several ranks. `follow` is refused, because updates
-                    already contain the learning rate
+                    `State("auto")` and other planned groups need delay=0: they measure the exchanges of the
+                    first steps, uncompressed ones among them, and "auto" leaves out exchanges that keep one
+                    error for several ranks. `follow` is refused, because updates already contain the learning
+                    rate
     every           [1] steps between two exchanges, at least 1
     noise_correction
                     [None] True: lengthens each rank's own steps, parameter by parameter, by as much as the
@@ -152,12 +152,6 @@ class LocalError:
         reshard(module)
         whole = trained(module, self._optimizers)
         self._shards = Shards(whole, named_group(state, process_group), "LocalError")
-        if self._shards.part and state.settings.planned:
-            raise UnsupportedError(
-                f"the module is sharded, and groups={state.settings.groups!r} are planned by what exchanges "
-                "of the whole module take: give LocalError a State with a named codec and fixed groups, such "
-                'as State("topk", groups="bucket")'
-            )
         named = self._shards.local()
         if other := [name for name, p in named.items() if p.dtype is not torch.float32]:
             raise UnsupportedError(
@@ -255,7 +249,7 @@ class LocalError:
         if self._shards.part and not self._shards.all_agree(self._finite()):
             for part in self._parts:  # so that the ranks of all shards discard it
                 part.update.fill_(float("nan"))
-        if engine.layout is None:
+        if engine.layout is None or self.state.settings.planned:  # each shard has a plan of its own
             with self._shards.together():
                 self._form()
         engine.count_reduced(beside)
