@@ -65,6 +65,7 @@ class GradientNoise:
         sizes = torch.tensor([len(x) for x in self._places], device=device)
         self._of = torch.repeat_interleave(torch.arange(count, device=device), sizes)
         self._message = torch.zeros(len(self._of) + count, device=device)
+        self._slots = torch.split(self._message[: len(self._of)], sizes.tolist())
         self._sums = torch.zeros(2, count, device=device)  # of squares: the means', the ranks' own
         self._work: Any = None
         self._find()
@@ -74,13 +75,11 @@ class GradientNoise:
         the size of this all-reduce, in bytes."""
         self.land()
         n = len(self._of)
-        torch.cat(
-            [
-                torch.zeros(len(i), device=i.device) if g is None else g.reshape(-1)[i].float()
-                for g, i in zip(map(_gradient, self._parameters), self._places, strict=True)
-            ],
-            out=self._message[:n],
-        )
+        for p, places, slot in zip(self._parameters, self._places, self._slots, strict=True):
+            if (gradient := _gradient(p)) is None:
+                slot.zero_()
+            else:
+                torch.take(gradient, places, out=slot)
         self._message[n:] = self._squares(self._message[:n])
         self._work = dist.all_reduce(self._message, group=self._group, async_op=True)
         return 4 * (n + len(self._places))
