@@ -13,7 +13,12 @@ import torch.distributed as dist
 from harness import run
 from test_local_steps import OPTIMIZERS, backward, go_on
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -127,6 +132,10 @@ def local_error_beside(rank: int, world: int, every: int, delay: int) -> None:
             with reference.agreed() as agreed, torch.no_grad():
                 assert torch.equal(before, agreed(torch.ones(1, 12)))
             assert torch.equal(full(ours), full(plain)), "its own parameters are back"
+        with local.agreed() as agreed:
+            gathered = get_model_state_dict(agreed, options=WHOLE)
+        with reference.agreed() as agreed:
+            assert all(torch.equal(x, gathered[name]) for name, x in agreed.state_dict().items())
         assert not on_all(full(ours)) or (every == 1 and not delay)
         local.merge()
         reference.merge()
@@ -395,7 +404,8 @@ def resumed(rank: int, world: int, kind: str, stop: int, delay: int, path: str) 
 
     _, end = part(0, 0, 14, None)
     saved, _ = part(0, 0, stop, None)
-    torch.save({"state": saved["state"], "outer": saved["outer"]}, f"{path}/{rank}")
+    torch.save(saved, f"{path}/{rank}")
+    saved = torch.load(f"{path}/{rank}", weights_only=True)
     _, again = part(5, stop, 14, saved)
     assert torch.equal(end, again)
     dist.barrier()

@@ -84,13 +84,15 @@ class LocalError:
                     float32. Of a parameter that is sharded each shard has factors of its own
     delay           [0] 1: an exchange takes place during the next forward and backward pass, and its mean is
                     applied one exchange later
-    process_group   [None] the ranks to average over; None: the State's, else the default group. With FSDP2
-                    inside a node: the ranks of all nodes that hold the same shard as this one
+    process_group   [None] the ranks to average over, W of them; None: the State's, else the default group.
+                    Necessary with FSDP2 inside a node, here or in the State: the ranks of all nodes that hold
+                    the same shard as this one, such as mesh.get_group("replicate")
 
     It takes 12 bytes for each parameter (the agreed parameters, those after the last exchange, and what is
     exchanged), with every > 1 and the noise correction 16; the State's residual takes another 4. On CUDA
     everything stays on the device. The host waits once in each exchange, for the report that says whether it
-    was finite. None of this has run on a GPU.
+    was finite; with shards it also waits some times for the other ranks of the node. None of this has run on
+    a GPU.
 
     If what a rank did is not finite, the exchange is discarded, and all ranks lose what they did since the
     previous one. Raises ArgumentError, SetupError or UnsupportedError, which say what to change: also if the
