@@ -232,13 +232,8 @@ class LocalError:
 
     def _find(self) -> None:
         """Finds the shards of FSDP where they are now. Call it before they are read or changed."""
-        if self._shards.part:
-            reshard(self.module)
-            own = self._shards.local()
-            for part in self._parts:
-                part.take(own)
-            if isinstance(self._noise, SketchNoise):
-                self._noise.find()
+        if self._shards.find(self.module, self._parts) and isinstance(self._noise, SketchNoise):
+            self._noise.find()
 
     def _launch(self) -> None:
         engine, beside = self.state._engine, 0

@@ -1,9 +1,9 @@
 """LocalSteps and LocalError of a module that FSDP2 has sharded: each rank exchanges what it holds of the
 parameters with the ranks of other nodes that hold the same."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,11 @@ def reshard(module: torch.nn.Module) -> None:
     for m in module.modules():
         if FSDPModule is not None and isinstance(m, FSDPModule):
             m.reshard()
+
+
+class Takes(Protocol):
+    def take(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Uses these tensors, by parameter name, from now on."""
 
 
 class Shards:
@@ -88,6 +93,15 @@ class Shards:
         """This rank's parts of the parameters, which share their memory; without those of no element."""
         own = {name: own_part(p) for name, p in self._named.items()}
         return {name: x for name, x in own.items() if x.numel()}
+
+    def find(self, module: torch.nn.Module, parts: Sequence[Takes]) -> bool:
+        """Gives the parts the shards where they are now. Returns whether there are shards."""
+        if self.part:
+            reshard(module)
+            own = self.local()
+            for part in parts:
+                part.take(own)
+        return bool(self.part)
 
     def all_agree(self, yes: bool) -> bool:
         """Whether it holds on all ranks that share the module with this one."""

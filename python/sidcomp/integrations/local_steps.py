@@ -251,13 +251,8 @@ class LocalSteps:
 
     def _find(self) -> None:
         """Finds the shards of FSDP where they are now. Call it before they are read or changed."""
-        if self._shards.part:
-            reshard(self.module)
-            own = self._shards.local()
-            for part in self._parts:
-                part.take(own)
-            if self._noise is not None:
-                self._noise.find()
+        if self._shards.find(self.module, self._parts) and self._noise is not None:
+            self._noise.find()
 
     def _of(self, together: list[int]) -> list[tuple[int, "_Part"]]:
         """What is exchanged then: indices and parts."""
