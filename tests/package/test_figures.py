@@ -113,6 +113,14 @@ def test_a_hundredth_on_four_ranks() -> None:
         check(signed(quoted), over(f"adamw-{task}-4-clip", "local error, 1/100, two-shot"), task)
 
 
+def test_the_nodes_of_fsdp() -> None:
+    said = re.search(r"ends (.*?) % below plain DDP on four ranks \((.*?) with seeds 0, 1 and 2;", LOCAL)
+    assert said
+    each = over("adamw-gpt-4-clip", "local error, default, two nodes of FSDP2")
+    check(signed(said[2]), each, "two nodes of FSDP2")
+    assert rounds_to(said[1], -mean(each))
+
+
 def test_the_settings_of_local_error() -> None:
     labels = {
         "`int4`": "int4",
