@@ -42,8 +42,10 @@ class Ours:
         gradients: list[np.ndarray],
         start: np.ndarray,
         memory: str = "residual",
+        dtype: str = "float32",
     ) -> None:
-        self.plan = _core.Plan(codec, memory, n, "float32", settings)
+        self.plan = _core.Plan(codec, memory, n, dtype, settings)
+        self.itemsize = gradients[0].itemsize
         # A body that is summed with others has no checksum. A codec that waits for a sum is alone.
         self.world = RANKS if self.plan.linear and self.plan.reductions == 1 else 1
         self.state, self.work = block(self.plan.state_bytes), block(self.plan.work_bytes)
@@ -70,7 +72,7 @@ class Ours:
 
     def floor_bytes(self) -> float:
         """What a decode has to move: the bodies that were written are read, the vector is written."""
-        return (1 if self.plan.linear else RANKS) * self.plan.payload_bytes + 4 * self.plan.n
+        return (1 if self.plan.linear else RANKS) * self.plan.payload_bytes + self.itemsize * self.plan.n
 
     def decoder(self, out: np.ndarray, ranks: int = RANKS) -> Callable[[], object]:
         count = 1 if self.plan.linear else ranks  # a linear one arrives summed
@@ -114,6 +116,13 @@ def gradients_of(kind: str, n: int) -> list[np.ndarray]:
     return [np.resize(g, n) for _, (g,) in recorded("lm", range(40, 40 + POOL))]
 
 
+def in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
+    """float32, or the bits of x in float16 or bfloat16."""
+    if dtype == "float32":
+        return x
+    return torch.from_numpy(x).to(getattr(torch, dtype)).view(torch.int16).numpy()
+
+
 def run(
     n: int,
     repeats: int,
@@ -122,12 +131,16 @@ def run(
     only: list[str],
     kind: str,
     residuals: list[str],
+    dtype: str = "float32",
 ) -> list[dict[str, Any]]:
     gradients = gradients_of(kind, n)
     scale = float(np.sqrt(np.mean(np.square(gradients[0], dtype=np.float64)) / 2))  # Laplace: 1
     # a residual that many steps have filled
     start = (20 * scale * np.random.default_rng(1).laplace(size=n)).astype(np.float32)
-    summed, out = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    given = [in_dtype(g, dtype) for g in gradients]
+    summed, out = np.zeros(n, np.float32), np.zeros_like(given[0])
+    # As many elements as have the bytes of the residual, read and written, and of the gradient.
+    m = n * (8 + given[0].itemsize) // 12
     rows = []
     for info in _core.codecs():
         if not any(part in info["name"] for part in only):
@@ -135,17 +148,25 @@ def run(
         for settings in settings_of(info, densities):
             memory = home(info["name"])
             for residual in residuals if memory == "residual" else ["filled"]:
-                ours = Ours(info["name"], n, settings, gradients, start, memory)
+                ours = Ours(info["name"], n, settings, given, start, memory, dtype)
                 filled = residual == "filled"
                 for _ in range(WARMUP if filled else 2):
                     ours.encode()
                 turn = iter(range(10**9))
                 runners: dict[str, Callable[[], object]] = {
                     "encode": ours.encode,
-                    "R += G": lambda turn=turn: np.add(summed, gradients[next(turn) % POOL], out=summed),
+                    "R += G": lambda turn=turn: np.add(
+                        summed[:m], gradients[next(turn) % POOL][:m], out=summed[:m]
+                    ),
                 }
                 baseline = None
-                if baselines and filled and info["name"] in BASELINES and len(settings) < 2:
+                if (
+                    baselines
+                    and filled
+                    and dtype == "float32"
+                    and info["name"] in BASELINES
+                    and len(settings) < 2
+                ):
                     baseline = Baseline(
                         info["name"],
                         Job(n, ours.plan.k),
@@ -214,11 +235,12 @@ def row_of(
     }
     if not decode:
         return row
-    write = decode["write"].median / (4 * n)  # ms a byte
+    write = decode["write"].median / (ours.itemsize * n)  # ms a byte
     row["decode ms"] = str(decode["decode"])
     row["write ms"] = str(decode["write"])
     row["decode / limit"] = decode["decode"].median / (write * ours.floor_bytes())
-    row["quartiles of that"] = ratio(decode["decode"], decode["write"], 4 * n / ours.floor_bytes())
+    of_write = ours.itemsize * n / ours.floor_bytes()
+    row["quartiles of that"] = ratio(decode["decode"], decode["write"], of_write)
     if not ours.plan.linear:
         added = (decode["many"].median - decode["decode"].median) / (MANY - RANKS)
         row[f"decode of {MANY} ms"] = str(decode["many"])
@@ -232,16 +254,18 @@ def quieter(tables: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [min(rows, key=lambda r: float(r["encode ms"].split()[0])) for rows in zip(*tables, strict=True)]
 
 
-def save(rows: list[dict[str, Any]], repeats: int, runs: int, kind: str, name: str, out: Path | None) -> None:
+def save(
+    rows: list[dict[str, Any]], repeats: int, runs: int, kind: str, dtype: str, name: str, out: Path | None
+) -> None:
     what = "Laplace gradients"
     if kind == "lm":
         what = "gradients of the language model, repeated to n elements"
     note = (
-        f"float32, one thread, {what}. residual: filled by many steps, or the first {FIRST} steps from an "
+        f"{dtype}, one thread, {what}. residual: filled by many steps, or the first {FIRST} steps from an "
         f"empty one, twice; median [quartiles] of {repeats} (first steps: {2 * FIRST}, decode of {MANY}: "
         f"{max(3, repeats // 3)}). A linear codec encodes as one of {RANKS} ranks. "
-        f"Limits: of encode: R += G, 12 bytes an element, of decode ({RANKS} ranks, "
-        "linear: their sum): the time of one write, times the bytes read and written "
+        f"Limits: of encode: R += G, {12 if dtype == 'float32' else 10} bytes an element, of decode "
+        f"({RANKS} ranks, linear: their sum): the time of one write, times the bytes read and written "
         f"over those of that write. An added rank: of {MANY} beside {RANKS} (payloads of {RANKS} ranks, in "
         "turn), and over the time of its payload's bytes at the speed of the write. "
         "torch: the same written with torch's operations (benchmarks/baselines.py)."
@@ -287,6 +311,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--residual", nargs="+", choices=RESIDUALS, default=["filled"], help="(default filled)"
     )
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="(default float32)"
+    )
     parser.add_argument("--no-baseline", action="store_true", help="leave torch's operations out")
     parser.add_argument(
         "--runs",
@@ -305,12 +332,23 @@ def main(argv: list[str] | None = None) -> None:
         [
             row
             for n in args.n
-            for row in run(n, args.repeats, args.density, baselines, args.only, args.gradients, args.residual)
+            for row in run(
+                n,
+                args.repeats,
+                args.density,
+                baselines,
+                args.only,
+                args.gradients,
+                args.residual,
+                args.dtype,
+            )
         ]
         for _ in range(args.runs)
     ]
-    name = args.name or ("codec" if args.gradients == "laplace" else f"codec-{args.gradients}")
-    save(quieter(tables), args.repeats, args.runs, args.gradients, name, RESULTS if args.save else None)
+    name = "codec" if args.gradients == "laplace" else f"codec-{args.gradients}"
+    name = args.name or (name if args.dtype == "float32" else f"{name}-{args.dtype}")
+    out = RESULTS if args.save else None
+    save(quieter(tables), args.repeats, args.runs, args.gradients, args.dtype, name, out)
 
 
 if __name__ == "__main__":
