@@ -53,21 +53,18 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
 
 /* ---- a tile -------------------------------------------------------------------------------------------------- */
 
+/* The largest number of a half dtype. */
+static float largest(uint32_t dtype) { return dtype == SID_BF16 ? sid_bits_f32(0x7f7f0000u) : 65504.0f; }
+
 /* The elements as they travel. */
 static void bits_of(const sid_plan *p, uint32_t dtype, const float *x, uint32_t len, uint32_t *u) {
-    SID_LINE float y[SID_TILE];
     SID_LINE uint16_t h[SID_TILE];
     if (dtype == SID_F32) {
         memcpy(u, x, 4ull * len);
-    } else if (dtype == SID_BF16) {
-        p->simd->clamp(x, y, len, sid_bits_f32(0x7f7f0000u));
-        p->simd->f32_to_bf16(y, h, len);
-        for (uint32_t i = 0; i < len; i++) u[i] = (uint32_t)h[i] << 16;
-    } else {
-        p->simd->clamp(x, y, len, 65504.0f);
-        p->simd->f32_to_f16(y, h, len);
-        for (uint32_t i = 0; i < len; i++) u[i] = (h[i] & 0x8000u) << 16 | (h[i] & 0x7fffu) << 13;
+        return;
     }
+    p->simd->half_body(x, h, len, 1, largest(dtype), dtype == SID_BF16);
+    p->simd->half_words(h, u, len, dtype == SID_BF16);
 }
 static void numbers_of(const sid_plan *p, uint32_t dtype, const uint32_t *u, uint32_t len, float *x) {
     SID_LINE uint16_t h[SID_TILE];
@@ -162,6 +159,10 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t off
     SID_LINE uint32_t u[SID_TILE];
     SID_LINE float sent[SID_TILE];
     if (s->rule.key == SID_KEY_NONE) return;
+    if (f.dtype != SID_F32 && s->rule.cut >= offset + len) { /* all of them were sent */
+        p->simd->half_keep(acc, len, 0, 1, 1, largest(f.dtype), f.dtype == SID_BF16);
+        return;
+    }
     bits_of(p, f.dtype, acc, len, u);
     if (s->rule.cut < offset + len) {
         uint8_t top[LOSSLESS_TOPS];

@@ -84,6 +84,113 @@ INLINE uint32_t split_32(const uint32_t *u, uint32_t i, uint32_t stride, const s
 }
 #endif
 
+#if BYTES == 64
+INLINE __m512i both(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
+/* The low bytes of 64 elements in words. */
+INLINE __m512i bytes_of_words(__m512i low, __m512i high) {
+    return both(_mm512_cvtepi16_epi8(low), _mm512_cvtepi16_epi8(high));
+}
+INLINE void put_plane(const sid_parts *to, uint32_t k, uint32_t stride, uint32_t i, uint64_t plane) {
+    memcpy(to->plane + k * stride + i / 8, &plane, 8);
+}
+
+/* As split_32, 64 elements. */
+INLINE uint32_t split_64(const uint32_t *u, uint32_t i, uint32_t stride, const sid_parts *to, uint8_t *far,
+                         const uint32_t width, const int half) {
+    __m512i x[4], e[2], h[2];
+    const __m512i far_code = _mm512_set1_epi8((char)((1u << width) - 1));
+    for (int j = 0; j < 4; j++) x[j] = _mm512_loadu_si512(u + i + 16 * j);
+    for (int j = 0; j < 2; j++) {
+        const __m512i high = both(_mm512_cvtepi32_epi16(_mm512_srli_epi32(x[2 * j], 16)),
+                                  _mm512_cvtepi32_epi16(_mm512_srli_epi32(x[2 * j + 1], 16)));
+        e[j] = _mm512_srli_epi16(high, 7);
+        h[j] = _mm512_or_si512(_mm512_and_si512(high, _mm512_set1_epi16(0x7f)),
+                               _mm512_andnot_si512(_mm512_set1_epi16(0x7f), _mm512_srli_epi16(high, 8)));
+    }
+    const __m512i exponent = bytes_of_words(e[0], e[1]);
+    const __m512i below = _mm512_sub_epi8(_mm512_set1_epi8((char)(to->top[i / to->block] + 1)), exponent);
+    const __m512i code = _mm512_maskz_min_epu8(_mm512_test_epi8_mask(exponent, exponent), below, far_code);
+    _mm512_storeu_si512(to->high + i, bytes_of_words(h[0], h[1]));
+    for (int j = 0; j < 4 && to->low; j++)
+        _mm256_storeu_si256((__m256i *)(void *)(to->low + 2 * i + 32 * j), _mm512_cvtepi32_epi16(x[j]));
+    for (uint32_t k = 0; k < width; k++)
+        put_plane(to, k, stride, i, _mm512_test_epi8_mask(code, _mm512_set1_epi8((char)(1u << k))));
+    if (half) {
+        __m512i m[2];
+        for (int j = 0; j < 2; j++)
+            m[j] = both(_mm512_cvtepi32_epi16(_mm512_srli_epi32(x[2 * j], 13)),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(x[2 * j + 1], 13)));
+        const __m512i rest = bytes_of_words(m[0], m[1]);
+        for (uint32_t k = 0; k < 3; k++)
+            put_plane(to, width + k, stride, i, _mm512_test_epi8_mask(rest, _mm512_set1_epi8((char)(1u << k))));
+    }
+    uint32_t count = 0;
+    for (uint64_t left = _mm512_cmpeq_epi8_mask(code, far_code); left; left &= left - 1)
+        far[count++] = (uint8_t)(u[i + (uint32_t)__builtin_ctzll(left)] >> 23);
+    return count;
+}
+
+INLINE uint64_t plane_at(const sid_parts *from, uint32_t k, uint32_t stride, uint32_t i) {
+    uint64_t plane;
+    memcpy(&plane, from->plane + k * stride + i / 8, 8);
+    return plane;
+}
+INLINE __m256i half_register(__m512i x, int j) {
+    return j ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x);
+}
+/* As join_32, 64 elements. */
+INLINE uint32_t join_64(const sid_parts *from, uint32_t stride, uint32_t i, const uint8_t *far, int add, float *out,
+                        const uint32_t width, const int half) {
+    __m512i exponent = _mm512_set1_epi8((char)(from->top[i / from->block] + 1)), rest = _mm512_setzero_si512();
+    uint64_t any = 0, left = ~0ull;
+    for (uint32_t k = 0; k < width; k++) {
+        const uint64_t plane = plane_at(from, k, stride, i);
+        any |= plane;
+        left &= plane;
+        exponent = _mm512_mask_sub_epi8(exponent, plane, exponent, _mm512_set1_epi8((char)(1u << k)));
+    }
+    exponent = _mm512_maskz_mov_epi8(any, exponent);
+    for (uint32_t k = 0; half && k < 3; k++)
+        rest =
+            _mm512_mask_add_epi8(rest, plane_at(from, width + k, stride, i), rest, _mm512_set1_epi8((char)(1u << k)));
+    uint32_t count = 0;
+    if (left) {
+        SID_LINE uint8_t each[64];
+        _mm512_store_si512(each, exponent);
+        for (; left; left &= left - 1) each[__builtin_ctzll(left)] = far[count++];
+        exponent = _mm512_load_si512(each);
+    }
+    const __m512i h = _mm512_loadu_si512(from->high + i);
+    for (int j = 0; j < 2; j++) { /* words, whose bits are those of a float16, or the upper ones of a float32 */
+        const __m512i mantissa = _mm512_cvtepu8_epi16(half_register(h, j)),
+                      e = _mm512_cvtepu8_epi16(half_register(exponent, j));
+        const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(mantissa, _mm512_set1_epi16(0x80)), 8);
+        const __m512i above = _mm512_and_si512(mantissa, _mm512_set1_epi16(0x7f));
+        const __m512i word = half ? _mm512_or_si512(_mm512_or_si512(sign, _mm512_slli_epi16(e, 10)),
+                                                    _mm512_or_si512(_mm512_slli_epi16(above, 3),
+                                                                    _mm512_cvtepu8_epi16(half_register(rest, j))))
+                                  : _mm512_or_si512(_mm512_or_si512(sign, _mm512_slli_epi16(e, 7)), above);
+        for (int q = 0; q < 2; q++) {
+            float *const to = out + i + 32 * j + 16 * q;
+            __m512 x;
+            if (half) {
+                x = _mm512_cvtph_ps(half_register(word, q));
+            } else {
+                __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(half_register(word, q)), 16);
+                if (from->low) {
+                    const uint8_t *low = from->low + 2 * i + 64 * j + 32 * q;
+                    bits = _mm512_or_si512(
+                        bits, _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)low)));
+                }
+                x = _mm512_castsi512_ps(bits);
+            }
+            _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), x) : x);
+        }
+    }
+    return count;
+}
+#endif
+
 #ifdef SID_HAS_NEON
 enum {
     PARTED = 16 /* elements at a time: a byte of a register each */
@@ -152,7 +259,11 @@ INLINE void codes_of(const uint32_t *u, uint32_t n, uint32_t top, const sid_part
 INLINE uint32_t split_as(const uint32_t *u, uint32_t n, const sid_parts *to, uint8_t *far, const uint32_t width) {
     const uint32_t stride = (n + 63) / 64 * 8;
     uint32_t count = 0, i = 0;
-#if BYTES >= 32
+#if BYTES == 64
+    for (; i + 64 <= n; i += 64)
+        count += to->planes > width ? split_64(u, i, stride, to, far + count, width, 1)
+                                    : split_64(u, i, stride, to, far + count, width, 0);
+#elif BYTES == 32
     for (; i + PARTED <= n / 64 * 64; i += PARTED)
         count += to->planes > width ? split_32(u, i, stride, to, far + count, width, 1)
                                     : split_32(u, i, stride, to, far + count, width, 0);
@@ -338,6 +449,11 @@ INLINE uint32_t join_as(const sid_parts *from, uint32_t n, const uint8_t *far, i
     const uint32_t stride = (n + 63) / 64 * 8;
     const int half = from->planes > width;
     uint32_t count = 0, i = 0;
+#if BYTES == 64
+    for (; i + 64 <= n; i += 64)
+        count += half ? join_64(from, stride, i, far + count, add, out, width, 1)
+                      : join_64(from, stride, i, far + count, add, out, width, 0);
+#endif
 #if BYTES >= 32
     for (; i + PARTED <= n; i += PARTED) {
         count += half ? join_32(from, stride, i, far + count, add, out, width, 1)

@@ -211,6 +211,13 @@ static void half_body(const float *x, uint16_t *y, uint32_t n, float s, float ma
     for (; i < n; i += CHUNK) half_chunk(x + i, y + i, n - i < CHUNK ? n - i : CHUNK, s, max, bf16);
 }
 
+static void half_words(const uint16_t *x, uint32_t *u, uint32_t n, int bf16) {
+    if (bf16)
+        for (uint32_t i = 0; i < n; i++) u[i] = (uint32_t)x[i] << 16;
+    else
+        for (uint32_t i = 0; i < n; i++) u[i] = (x[i] & 0x8000u) << 16 | (x[i] & 0x7fffu) << 13;
+}
+
 static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse, float max, int bf16) {
     const int32_t from = signed_key(key);
     uint32_t i = 0;

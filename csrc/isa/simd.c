@@ -102,6 +102,7 @@
     .scale = scale, \
     .half_body = half_body, \
     .half_keep = half_keep, \
+    .half_words = half_words, \
     .drain = drain, \
     .fence = fence, \
     .signs = signs, \
