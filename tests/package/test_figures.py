@@ -106,11 +106,22 @@ def test_the_usual_norm_and_rows() -> None:
                 check(signed(cell), over(name, label), f"{name}, {label}")
 
 
-def test_a_hundredth_on_four_ranks() -> None:
+def test_a_hundredth_by_two_shot() -> None:
     said = re.search(r"the GRU ends at (.*?) and the transformer at (.*?) \(seeds 0, 1 and 2", LOCAL)
     assert said
-    for quoted, task in zip(said.groups(), ("lm", "gpt"), strict=True):
-        check(signed(quoted), over(f"adamw-{task}-4-clip", "local error, 1/100, two-shot"), task)
+    eight = re.search(r"On eight ranks the same setting ends at (.*?) and (.*? %)", LOCAL)
+    assert eight
+    for ranks, of in ((4, said), (8, eight)):
+        for quoted, task in zip(of.groups(), ("lm", "gpt"), strict=True):
+            check(signed(quoted), over(f"adamw-{task}-{ranks}-clip", "local error, 1/100, two-shot"), task)
+    goal = re.search(r"At a hundredth on eight ranks(.*)", ACCURACY)
+    assert goal
+    names = [f"adamw-{task}-8-clip" for task in ("lm", "gpt")]
+    expected = [seeds_and_mean(name, "local error, 1/100, two-shot") for name in names]
+    means = re.findall(r"ends (\d\.\d) % (below|above)", goal[1])
+    for (quoted, side), (average, *_) in zip(means, expected, strict=True):
+        assert rounds_to(quoted, -average if side == "below" else average)
+    check(signed(goal[1]), [x for _, *each in expected for x in each], "eight ranks")
 
 
 def test_the_nodes_of_fsdp() -> None:
