@@ -303,6 +303,10 @@ static uint32_t split(const uint32_t *u, uint32_t n, const sid_parts *to, uint8_
 INLINE __m256i words_at(const uint8_t *p) {
     return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)p));
 }
+/* One half of the bytes. */
+INLINE __m256i words_of(__m256i bytes, int upper) {
+    return _mm256_cvtepu8_epi16(upper ? _mm256_extracti128_si256(bytes, 1) : _mm256_castsi256_si128(bytes));
+}
 INLINE void put_8(float *out, __m256 x, int add) {
     _mm256_storeu_ps(out, add ? _mm256_add_ps(_mm256_loadu_ps(out), x) : x);
 }
@@ -317,26 +321,28 @@ INLINE uint32_t join_32(const sid_parts *from, uint32_t stride, uint32_t i, cons
     const __m256i none = _mm256_cmpeq_epi8(code, _mm256_setzero_si256());
     const __m256i top = _mm256_set1_epi8((char)(from->top[i / from->block] + 1));
     const __m256i all = _mm256_set1_epi8((char)((1u << width) - 1));
-    uint8_t exponent[PARTED], more[PARTED];
-    uint32_t count = 0;
-    store_32(exponent, _mm256_andnot_si256(none, _mm256_sub_epi8(top, code)));
-    if (half) store_32(more, rest);
-    for (uint32_t left = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(code, all)); left; left &= left - 1)
-        exponent[__builtin_ctz(left)] = far[count++];
+    __m256i e = _mm256_andnot_si256(none, _mm256_sub_epi8(top, code));
+    uint32_t count = 0, left = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(code, all));
+    if (left) {
+        uint8_t exponent[PARTED];
+        store_32(exponent, e);
+        for (; left; left &= left - 1) exponent[__builtin_ctz(left)] = far[count++];
+        e = load_32(exponent);
+    }
     if (half) {
         for (uint32_t j = 0; j < PARTED; j += 16) {
-            const __m256i h = words_at(from->high + i + j), e = words_at(exponent + j), m = words_at(more + j);
+            const __m256i h = words_at(from->high + i + j), m = words_of(rest, j > 0), x = words_of(e, j > 0);
             const __m256i number =
                 _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(h, _mm256_set1_epi16(0x80)), 8),
                                                 _mm256_slli_epi16(_mm256_and_si256(h, _mm256_set1_epi16(0x7f)), 3)),
-                                _mm256_or_si256(_mm256_slli_epi16(e, 10), m));
+                                _mm256_or_si256(_mm256_slli_epi16(x, 10), m));
             put_8(out + i + j, _mm256_cvtph_ps(_mm256_castsi256_si128(number)), add);
             put_8(out + i + j + 8, _mm256_cvtph_ps(_mm256_extracti128_si256(number, 1)), add);
         }
         return count;
     }
     /* the upper two bytes of each element: the sign and 7 bits of the exponent; its last bit and 7 of the mantissa */
-    const __m256i e = load_32(exponent), h = load_32(from->high + i), sign = _mm256_set1_epi8((char)0x80);
+    const __m256i h = load_32(from->high + i), sign = _mm256_set1_epi8((char)0x80);
     const __m256i upper =
         _mm256_or_si256(_mm256_and_si256(h, sign), _mm256_andnot_si256(sign, _mm256_srli_epi16(e, 1)));
     const __m256i lower =
