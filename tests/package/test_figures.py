@@ -185,7 +185,7 @@ def test_the_long_runs_of_local_error() -> None:
         check(signed(difference), over(name, label), where)
         assert rounds_to(fraction.removeprefix("1/"), found(name)[label]["ratio"]), where
     of_files = [f"adamw-{task}-{ranks}-long" for task in ("lm", "gpt") for ranks in (2, 4)]
-    of_files.append("adamw-lm-4-longer")
+    of_files += ["adamw-lm-4-longer", "adamw-gpt-4-longer"]
     assert shown >= {(name, label) for name in of_files for label in LONG.values() if label in found(name)}
 
 
@@ -231,6 +231,7 @@ def test_the_goals_of_adamw() -> None:
             *seeds_and_mean("adamw-lm-4-longer", LONG["B"]),
             *seeds_and_mean("adamw-lm-4-long", LONG["B"]),
             *seeds_and_mean("adamw-gpt-4-long", LONG["B"]),
+            *over("adamw-gpt-4-longer", LONG["B"]),
             *short,
             100 * (outer[sparse]["loss"]["0"] / outer["dense"]["loss"]["0"] - 1),
             *over("outer-lm-4-corrected", "SparseLoCo, corrected, every 30"),
