@@ -147,7 +147,7 @@ ELSEWHERE = {  # tested by other files
     "no DDP at all",
     "HSDP: `fully_shard` on two mesh dimensions",
     "plain FSDP2, on one mesh dimension",
-    "FSDP2 inside a node, outer steps between nodes",
+    "FSDP2 inside a node, any optimizer's steps between nodes",
     "`replicate`, FSDP2's data parallelism without shards",
     "a program that stays as it is",
 }
