@@ -236,8 +236,10 @@ def shard(module: torch.nn.Module, ranks: int, device: torch.device) -> dist.Pro
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # of a newer PyTorch than the rest needs
 
-    shape = dist.get_world_size() // ranks, ranks
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    nodes, rest = divmod(dist.get_world_size(), ranks)
+    if rest:
+        raise SystemExit(f"--shards {ranks}: give a number that divides the {dist.get_world_size()} ranks")
+    mesh = init_device_mesh(device.type, (nodes, ranks), mesh_dim_names=("replicate", "shard"))
     for part in (m for m in module.children() if isinstance(m, torch.nn.ModuleList)):
         for layer in part:
             fully_shard(layer, mesh=mesh["shard"])

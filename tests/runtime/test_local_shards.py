@@ -66,59 +66,19 @@ def on_all(x: torch.Tensor) -> bool:
     return all(torch.equal(x, other) for other in everyone)
 
 
-def beside(rank: int, world: int, optimizer: str, delay: int, parts: int) -> list[int]:
-    """Outer with codec none over shards, beside Outer over whole models whose gradients a node averages.
-    Returns how many elements this rank holds, and how many there are."""
+def beside(rank: int, world: int, kind: str, optimizer: str, steps: int, how: dict[str, Any]) -> list[int]:
+    """Outer or LocalError with codec none over shards, beside the same over whole models whose gradients a
+    node averages. Returns how many elements this rank holds, and how many there are."""
     mesh = meshes()
-    others = mesh.get_group("replicate")
+    point, end = {"Outer": ("common_point", "average"), "LocalError": ("agreed", "merge")}[kind]
     ours, plain = sharded(mesh, rank // 2), whole(rank // 2)  # node 0's parameters count
     of_ours, of_plain = (OPTIMIZERS[optimizer](m.parameters()) for m in (ours, plain))
     with sidcomp.State("none") as state, sidcomp.State("none") as of_whole:
-        how: dict[str, Any] = {"every": EVERY, "delay": delay, "parts": parts, "process_group": others}
-        outer = sidcomp.Outer(ours, of_ours, state, **how)
-        reference = sidcomp.Outer(plain, of_plain, of_whole, **how)
+        how = {"noise_correction": False, "process_group": mesh.get_group("replicate"), **how}
+        local = getattr(sidcomp, kind)(ours, of_ours, state, **how)
+        reference = getattr(sidcomp, kind)(plain, of_plain, of_whole, **how)
         assert torch.equal(full(ours), full(plain)) and on_all(full(ours))
-        for step in range(6 * EVERY + 1):
-            for module in (ours, plain):
-                module.zero_grad()
-                backward(module, rank, step)
-            average(plain, mesh.get_group("shard"))
-            outer.step()
-            reference.step()
-            assert torch.equal(full(ours), full(plain)), step
-            with outer.common_point() as common, torch.no_grad():
-                assert on_all(full(common))
-                before = common(torch.ones(1, 12))  # the root stays gathered after this forward pass
-            with reference.common_point() as common, torch.no_grad():
-                assert torch.equal(before, common(torch.ones(1, 12)))
-            assert torch.equal(full(ours), full(plain)), "its own parameters are back"
-        outer.average()
-        reference.average()
-        assert on_all(full(ours)) and torch.equal(full(ours), full(plain))
-        return [sum(x.numel() for part in outer._parts for x in part.parameters), full(ours).numel()]
-
-
-@pytest.mark.parametrize(
-    "optimizer, delay, parts",
-    [("Adam", 0, 1), pytest.param("momentum", 2, 1, marks=SLOW), ("Adam", 1, 2)],
-)
-def test_without_a_codec_it_has_the_bits_of_whole_models(optimizer: str, delay: int, parts: int) -> None:
-    held = run(beside, 4, optimizer, delay, parts)
-    assert held[0][0] + held[1][0] == held[0][1] and held[0][0] != held[1][0] and held[:2] == held[2:]
-
-
-def local_error_beside(rank: int, world: int, every: int, delay: int) -> None:
-    """The same of LocalError."""
-    mesh = meshes()
-    others = mesh.get_group("replicate")
-    ours, plain = sharded(mesh, rank // 2), whole(rank // 2)
-    of_ours, of_plain = (OPTIMIZERS["Adam"](m.parameters()) for m in (ours, plain))
-    with sidcomp.State("none") as state, sidcomp.State("none") as of_whole:
-        how: dict[str, Any] = {"every": every, "delay": delay, "process_group": others}
-        local = sidcomp.LocalError(ours, of_ours, state, noise_correction=False, **how)
-        reference = sidcomp.LocalError(plain, of_plain, of_whole, noise_correction=False, **how)
-        assert torch.equal(full(ours), full(plain)) and on_all(full(ours))
-        for step in range(3 * every + 2):
+        for step in range(steps):
             for module in (ours, plain):
                 module.zero_grad()
                 backward(module, rank, step)
@@ -126,25 +86,36 @@ def local_error_beside(rank: int, world: int, every: int, delay: int) -> None:
             local.step()
             reference.step()
             assert torch.equal(full(ours), full(plain)), step
-            with local.agreed() as agreed, torch.no_grad():
-                assert on_all(full(agreed))
-                before = agreed(torch.ones(1, 12))  # the root stays gathered after this forward pass
-            with reference.agreed() as agreed, torch.no_grad():
-                assert torch.equal(before, agreed(torch.ones(1, 12)))
+            with getattr(local, point)() as common, torch.no_grad():
+                assert on_all(full(common))
+                before = common(torch.ones(1, 12))  # the root stays gathered after this forward pass
+            with getattr(reference, point)() as common, torch.no_grad():
+                assert torch.equal(before, common(torch.ones(1, 12)))
             assert torch.equal(full(ours), full(plain)), "its own parameters are back"
-        with local.agreed() as agreed:
-            gathered = get_model_state_dict(agreed, options=WHOLE)
-        with reference.agreed() as agreed:
-            assert all(torch.equal(x, gathered[name]) for name, x in agreed.state_dict().items())
-        assert not on_all(full(ours)) or (every == 1 and not delay)
-        local.merge()
-        reference.merge()
+        with getattr(local, point)() as common:
+            gathered = get_model_state_dict(common, options=WHOLE)
+        with getattr(reference, point)() as common:
+            assert all(torch.equal(x, gathered[name]) for name, x in common.state_dict().items())
+        assert on_all(full(ours)) is (local.steps % local.every == 0 and not local.delay)
+        getattr(local, end)()
+        getattr(reference, end)()
         assert on_all(full(ours)) and torch.equal(full(ours), full(plain))
+        return [sum(x.numel() for part in local._parts for x in part.parameters), full(ours).numel()]
+
+
+@pytest.mark.parametrize(
+    "optimizer, delay, parts",
+    [("Adam", 0, 1), pytest.param("momentum", 2, 1, marks=SLOW), ("Adam", 1, 2)],
+)
+def test_without_a_codec_it_has_the_bits_of_whole_models(optimizer: str, delay: int, parts: int) -> None:
+    how = {"every": EVERY, "delay": delay, "parts": parts}
+    held = run(beside, 4, "Outer", optimizer, 6 * EVERY + 1, how)
+    assert held[0][0] + held[1][0] == held[0][1] and held[0][0] != held[1][0] and held[:2] == held[2:]
 
 
 @pytest.mark.parametrize("every, delay", [(1, 0), (EVERY, 1)])
 def test_local_error_without_a_codec_has_the_bits_of_whole_models(every: int, delay: int) -> None:
-    run(local_error_beside, 4, every, delay)
+    run(beside, 4, "LocalError", "Adam", 3 * every + 2, {"every": every, "delay": delay})
 
 
 def diloco(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -22,6 +22,7 @@ from sidcomp.integrations.local_parts import (
     check_state,
     compare,
     each,
+    finite,
     group_of,
     lacks,
     named_group,
@@ -243,7 +244,7 @@ class LocalError:
         if self._noise is not None:
             beside = self._noise.sample()  # and takes in the samples of the exchange before
             torch._foreach_mul_(self._corrected, self._noise.factors)
-        if self._shards.part and not self._shards.all_agree(self._finite()):
+        if self._shards.part and not self._shards.all_agree(finite([part.update for part in self._parts])):
             for part in self._parts:  # so that the ranks of all shards discard it
                 part.update.fill_(float("nan"))
         if engine.layout is None or self.state.settings.planned:  # each shard has a plan of its own
@@ -255,9 +256,6 @@ class LocalError:
         for part in self._parts if self.delay else ():  # without delay, `_land` comes before the next step
             part.mark()
         self._arriving = True
-
-    def _finite(self) -> bool:
-        return all(bool(torch.isfinite(part.update).all()) for part in self._parts)
 
     def _fail(self, error: Exception) -> None:
         self._find()
@@ -285,10 +283,10 @@ class LocalError:
         engine.quiet()  # discards the step, if what some rank sent was not finite
         if isinstance(self._noise, SketchNoise):  # it has arrived beside the means
             self._noise.land()
-        finite = engine.counts()
-        for part in self._parts if finite else ():
+        counts = engine.counts()
+        for part in self._parts if counts else ():
             part.agreed.sub_(part.update)
-        self._settle(keep=finite and self.delay > 0)
+        self._settle(keep=counts and self.delay > 0)
         broadcast(list(self.module.buffers()), self._group)
 
     def _settle(self, keep: bool) -> None:
@@ -375,8 +373,7 @@ class LocalError:
         engine = self.state._engine
         engine.quiet()
         self._find()
-        finite = [torch.stack([torch.isfinite(p).all() for p in part.parameters]) for part in self._parts]
-        if not self._shards.all_agree(all(bool(x.all()) for x in finite)):
+        if not self._shards.all_agree(finite([p for part in self._parts for p in part.parameters])):
             for part in self._parts:
                 part.put("base")
         for part in self._parts:

@@ -361,6 +361,12 @@ def by_kind(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(kinds.values())
 
 
+def finite(tensors: list[torch.Tensor]) -> bool:
+    """Whether no element is NaN or Inf. The host waits once for each dtype and device."""
+    found = [[torch.isfinite(x).all() for x in alike] for alike in by_kind(tensors)]
+    return all(bool(torch.stack(of_one).all()) for of_one in found)
+
+
 @torch.no_grad()
 def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Copies rank 0's tensors to the other ranks, all of one dtype and device in one broadcast."""

@@ -1,7 +1,7 @@
 """Local steps: each rank's optimizer steps on its own, and from time to time the ranks average updates."""
 
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from sidcomp.integrations.local_parts import (
     compare,
     cut,
     each,
+    finite,
     group_of,
     lacks,
     named_group,
@@ -282,7 +283,7 @@ class LocalSteps:
             part.measure()
             part.leave()
         beside = self._correct(together)
-        if self._shards.part and not self._shards.all_agree(_finite(part for _, part in which)):
+        if self._shards.part and not self._shards.all_agree(finite([part.update for _, part in which])):
             for _, part in which:  # so that the ranks of all shards discard it, not only those that have it
                 part.update.fill_(float("nan"))
         if engine.layout is None:
@@ -327,7 +328,7 @@ class LocalSteps:
     def _apply(self, together: list[int]) -> None:
         """Applies the means that have arrived."""
         which = [part for _, part in self._of(together)]
-        if self._shards.all_agree(_finite(which)):
+        if self._shards.all_agree(finite([part.update for part in which])):
             for part in which:
                 self._outer(part)
                 part.move()
@@ -468,10 +469,6 @@ def _check_parts(parts: object, every: int, delay: int, state: State, tensors: i
             f"parts={parts}: full_every counts exchanges, which are then of single parts: leave one of them "
             "out"
         )
-
-
-def _finite(parts: Iterable["_Part"]) -> bool:
-    return all(bool(torch.isfinite(part.update).all()) for part in parts)
 
 
 def _owners(cuts: list[list[list[str]]]) -> list[int]:
