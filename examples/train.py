@@ -133,7 +133,7 @@ class Trainer:
             {"params": decayed, "weight_decay": 0.1},
             {"params": [p for p in self.module.parameters() if p.ndim < 2], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=self.args.lr, betas=(0.9, 0.95))
+        return torch.optim.AdamW(groups, lr=self.args.lr, betas=(0.9, 0.95), fused=True)
 
     def advance(self, until: int, progress: report.Progress) -> None:
         """Steps up to number `until`. The first of a turn is not timed: caches hold the other runs' data."""

@@ -104,7 +104,9 @@ class Run:
         self.module = self.task.model()
         self.parameters = list(self.module.parameters())
         self.rate = rate = RATES[spec["task"]]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
         self.model: torch.nn.Module = self.module
         self.outer: sidcomp.Outer | None = None
         self.local: sidcomp.LocalError | None = None
