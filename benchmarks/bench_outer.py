@@ -51,6 +51,7 @@ FOR_LOSS = (
 IN_LAB = (
     "no communication", "DDP", "DDP, default topk", "DiLoCo", "DiLoCo, delay", "Outer", "Outer, delay",
     "Outer, parts and delay", "Outer, deadline", "LocalError, deadzone", "LocalError, deadzone, delay",
+    "LocalError, deadzone, two-shot",
 )  # fmt: skip
 AT_EQUAL_TIME = ("DDP", "DDP, default topk", "DiLoCo", "Outer", "Outer, delay", "LocalError, deadzone")
 # Label, way, steps between two exchanges, and what else the row says of itself, such as its steps.
@@ -143,7 +144,7 @@ def lab(args: argparse.Namespace) -> None:
     world = args.world
     ways = args.ways or list(IN_LAB)
     cells = sorted({(way, WAYS[way].every or h) for h in args.every or [30] for way in ways}, key=in_order)
-    name = "outer-lab" + (f"-{args.task}" if args.task != "lm" else "")
+    name = "outer-lab" + (f"-{args.task}" if args.task != "lm" else "") + (f"-{world}" if world != 4 else "")
     name += f"-{args.rate}" + (f"-{args.latency:.0f}ms" if args.latency else "")
     title = f"Outer: {where(args)}" + ("" if args.bfloat16 else FLOAT32)
     file, old = RESULTS / f"{name}.json", None  # what was measured in other calls

@@ -414,6 +414,42 @@ def test_the_times_over_a_slow_and_distant_link() -> None:
         check(list(shown.values()), [means[key] for key in shown], file.stem)
 
 
+def test_the_times_of_the_transformer_over_100_mbit() -> None:
+    """The mean times of three files, every row, and how many times as fast the goals say that is."""
+    named = {
+        **WAYS,
+        "no communication": "no communication",
+        "the same, `delay=1`": "LocalError, deadzone, delay",
+        "`LocalError`, `deadzone` of 1 bit, two-shot": "LocalError, deadzone, two-shot",
+        "DiLoCo, uncompressed, `delay=15`": "DiLoCo, delay",
+    }
+    goal = next(line for line in ACCURACY.splitlines() if "ten times the speed of plain DDP" in line)
+    said = re.findall(r"(\d+\.\d)(?: times| and)", goal)
+    head, *rows = table(OUTER, "| exchange every | four hosts | four hosts, 50 ms |")
+    speeds = {}
+    for title, name in {"four hosts": "", "four hosts, 50 ms": "-50ms", "two hosts": "2-"}.items():
+        column = head.index(title)
+        name = f"outer-lab-gpt-{name}100mbit" if name == "2-" else f"outer-lab-gpt-100mbit{name}"
+        record = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        means = {(r["way"], int(r["every"])): float(r["mean"]) for r in record["rows"]}
+        shown = {
+            (named[row[0]], steps_between(row[1] or "step")): row[column].replace(",", "") for row in rows
+        }
+        shown = {key: text for key, text in shown.items() if text != "not measured"}
+        assert set(shown) == set(means), name
+        check(list(shown.values()), [means[key] for key in shown], name)
+        speeds[title] = [
+            means["DDP", 1] / means[key]
+            for key in (
+                ("LocalError, deadzone, two-shot", 32),
+                ("no communication", 1),
+                ("LocalError, deadzone", 16),
+            )
+        ]
+    (two, _, half), (four, most, quarter) = speeds["two hosts"], speeds["four hosts"]
+    check(said, [two, four, most, half, quarter], "goals")
+
+
 def test_the_sentences_at_equal_time() -> None:
     slow = found("outer-time-10mbit")
     later = re.findall(r"at (\d\.\d+) after (\d00) s \((\d+) steps\)", OUTER)

@@ -264,8 +264,10 @@ def test_losses_of_two_clips_are_not_mixed(
 
 
 def test_times_of_two_precisions_are_not_mixed(
-    timed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(bench_outer, "RESULTS", tmp_path)
+    (tmp_path / "outer-lab-2-100mbit.json").write_text(json.dumps(TIMES))
     monkeypatch.setattr(bench_outer, "computes_in_bfloat16", lambda device: False)
     assert bench_outer.main(["--world", "2", "--lab", "--rate", "100mbit", "--save"]) == 2
     assert "in float32': move it away" in capsys.readouterr().err
