@@ -11,7 +11,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
-from test_local_steps import OPTIMIZERS, backward, go_on
+from test_local_steps import OPTIMIZERS, backward, batch, go_on
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -446,6 +446,46 @@ def test_another_number_of_nodes_takes_over(kind: str, tmp_path: Path) -> None:
     before = run(on_nodes, 4, kind, str(tmp_path))
     after = run(on_nodes, 2, kind, str(tmp_path))
     assert max(sum(x[-6:]) for x in after) < 0.8 * min(sum(x[:6]) for x in before)
+
+
+# ---- a GradScaler
+
+
+def scaled(rank: int, world: int, kind: str) -> tuple[float, float]:
+    """Each node has a scale of its own, and the second one skips a step because of an element that one of its
+    ranks holds. Beside the same over whole models."""
+    mesh = meshes()
+    ours, plain = sharded(mesh, 0), whole(0)
+    with sidcomp.State("none") as state, sidcomp.State("none") as of_whole:
+        how = {"noise_correction": False, "every": 2, "process_group": mesh.get_group("replicate")}
+        trained = []
+        for module, of in ((ours, state), (plain, of_whole)):
+            optimizer = OPTIMIZERS["Adam"](module.parameters())
+            local = getattr(sidcomp, kind)(module, optimizer, of, **how)
+            trained.append((module, local, torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + rank // 2))))
+        for step in range(8):
+            for module, _, scaler in trained:
+                module.zero_grad()
+                x, y = batch(rank, step)
+                scaler.scale((module(x) - y).square().mean()).backward()
+            average(plain, mesh.get_group("shard"))
+            if step == 4 and rank // 2 == 1:
+                plain[0].weight.grad[0, 0] = torch.inf
+                if rank == 2:
+                    ours[0].weight.grad.to_local()[0, 0] = torch.inf
+            before = full(ours)
+            for _, local, scaler in trained:
+                local.step(scaler=scaler)
+                scaler.update()
+            if step == 4:  # no exchange
+                assert torch.equal(before, full(ours)) is (rank // 2 == 1)
+            assert torch.equal(full(ours), full(plain)), step
+    return trained[0][2].get_scale(), trained[1][2].get_scale()
+
+
+@pytest.mark.parametrize("kind", ["Outer", "LocalError"])
+def test_the_ranks_of_a_node_skip_a_step_together(kind: str) -> None:
+    assert run(scaled, 4, kind) == [(2.0**10, 2.0**10)] * 4  # the second node's is halved once
 
 
 # ---- what is refused
