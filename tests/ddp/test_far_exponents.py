@@ -7,6 +7,10 @@ in the same step: what has arrived is the plain average to the bit, and 0 is wha
 
 from __future__ import annotations
 
+import re
+import warnings
+from typing import Any
+
 import numpy as np
 import pytest
 import sidcomp
@@ -131,6 +135,33 @@ def test_an_uncompressed_step_sends_what_waits(dtype: str, world: int) -> None:
         for step, residual in enumerate(left):
             assert residual.any() == (step % 4 != 0), step
         assert (sum(got[:9]) == 9 * sum(each) / world).all()
+
+
+def told(rank: int, world: int, bits: dict[str, Any], steps: int) -> list[str]:
+    """The warnings about what waits."""
+    model = DDP(Model("float32"))
+    mine = gradients(world, "float32")[rank]
+    with sidcomp.State("lossless", **bits) as state, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sidcomp.register(model, state)
+        for _ in range(steps):
+            model.zero_grad()
+            model(mine).backward()
+    return [str(w.message) for w in caught if "has no room" in str(w.message)]
+
+
+def test_what_waits_is_told_once_with_the_room_it_needs() -> None:
+    ours, other = run(told, 2, {}, 20)
+    assert len(ours) == 1 and not other, "rank 0 speaks"
+    assert "Nothing is lost" in ours[0] and "group 0 (weight)" in ours[0]
+    room = re.search(r"exceptions to (\S+), or full_every", ours[0])
+    assert room is not None and 0.5 < float(room[1]) < 1
+    assert run(told, 2, {"exceptions": float(room[1])}, 20) == [[], []]
+
+
+@pytest.mark.parametrize(("how", "steps"), [({}, 12), ({"full_every": 5}, 20), ({"exceptions": 1.0}, 20)])
+def test_nothing_is_told_where_nothing_waits_for_long(how: dict[str, Any], steps: int) -> None:
+    assert run(told, 2, how, steps) == [[], []]
 
 
 @pytest.mark.parametrize("dtype", KIND)

@@ -26,7 +26,7 @@ from sidcomp.runtime.cpu_executor import CpuExecutor
 from sidcomp.runtime.cuda_executor import CudaExecutor
 from sidcomp.runtime.executor import Executor
 from sidcomp.runtime.group import Group, ring_bytes
-from sidcomp.runtime.growth_check import STEPS, outgrown
+from sidcomp.runtime.growth_check import STEPS, crowded, outgrown
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Key, Rates
 from sidcomp.runtime.optimizer_watch import Unfollowed, Watch, scaler_in_use
@@ -569,12 +569,13 @@ class Engine:
             )
 
     def _look_for_growth(self) -> None:
-        """Warns, once, if what groups keep grows by more than their codec can send."""
+        """Warns, once, if what groups keep grows by more than their codec can send, or has no room."""
         assert self.layout is not None and self.exchange is not None
         if self.layout.full:  # the step before has sent everything
             self._growing = 0
-        if self._growing == STEPS and (text := outgrown(self.settings, self.groups, STEPS)):
-            notices.warn(text, self.exchange.rank)
+        for look in (outgrown, crowded) if self._growing == STEPS else ():
+            if text := look(self.settings, self.groups, STEPS):
+                notices.warn(text, self.exchange.rank)
         self._growing += 1
 
     def quiet(self) -> None:

@@ -1,6 +1,8 @@
-"""Finds a memory that grows faster than its codec sends: Marsit's compensation beside too small steps."""
+"""Looks once, after some steps, at what groups keep: Marsit's compensation beside too small steps, and
+elements for which `lossless` has no room."""
 
 from collections.abc import Sequence
+from math import ceil
 
 from sidcomp.config import schedule
 from sidcomp.config.settings import Settings
@@ -9,6 +11,7 @@ from sidcomp.runtime.group import Group
 
 STEPS = 12  # after so many, the growth shows
 _TIMES = 3.0  # a step may be so many times smaller than what the memory grows by
+_WAITING = 0.01  # of a group's elements, may wait without a warning
 
 
 def outgrown(settings: Settings, groups: Sequence[Group], steps: int) -> str | None:
@@ -19,7 +22,7 @@ def outgrown(settings: Settings, groups: Sequence[Group], steps: int) -> str | N
     """
     found: list[tuple[float, float, float]] = []
     for g in groups:
-        size = _step_size(settings, g, steps)
+        size = _parameter(settings, g, "eta_s", steps)
         if size is not None and g.plan.vectors:
             growth = float(residual_of(g)[0].abs().mean()) / steps
             found.append((growth / size, growth, size))
@@ -35,10 +38,32 @@ def outgrown(settings: Settings, groups: Sequence[Group], steps: int) -> str | N
     )
 
 
-def _step_size(settings: Settings, group: Group, step: int) -> float | None:
-    """How far a step moves an element, for a codec with steps of a fixed size."""
+def crowded(settings: Settings, groups: Sequence[Group], steps: int) -> str | None:
+    """Returns what to tell the user of the group of which most elements wait in the residual, or None. Only
+    codecs that round nothing and have room for some small elements, the parameter `exceptions`, are read, as
+    in `outgrown`. With `full_every` what waits is sent, so there is nothing to tell."""
+    found: list[tuple[float, float, Group]] = []
+    for g in groups if not settings.full_every else ():
+        room = _parameter(settings, g, "exceptions", steps)
+        if room is not None and g.plan.vectors:
+            found.append((float(residual_of(g)[0].count_nonzero()) / g.n, room, g))
+    found = [of for of in found if of[0] >= _WAITING]
+    if not found:
+        return None
+    waiting, room, g = max(found, key=lambda of: of[0])
+    return (
+        f"{g.plan.codec} has no room for all elements of {g.label()} that are far smaller than their "
+        f"neighbors: after {steps} steps {100 * waiting:.2g} % of its elements wait in the residual. Nothing "
+        "is lost, but a step is not the plain average to the bit. Set exceptions to "
+        f"{min(1.0, ceil(100 * (room + waiting)) / 100):g}, or full_every to 10, which sends what waits in "
+        "every tenth step (docs/auto.md)"
+    )
+
+
+def _parameter(settings: Settings, group: Group, name: str, step: int) -> float | None:
+    """The parameter of the group's codec, if it has one of this name."""
     if group.plan.lossless or group.spec.candidate < 0:
         return None
     candidate = settings.candidate(group.spec.candidate)
-    own = next((p.default for p in candidate.codec.parameters if p.name == "eta_s"), None)
-    return None if own is None else float(schedule.at(candidate.parameters, step).get("eta_s", own))
+    own = next((p.default for p in candidate.codec.parameters if p.name == name), None)
+    return None if own is None else float(schedule.at(candidate.parameters, step).get(name, own))
