@@ -310,29 +310,33 @@ def test_a_rank_that_is_not_finite_leaves_the_merge_finite() -> None:
     run(merged_with_nan, 2)
 
 
-def scaled(rank: int, world: int) -> tuple[float, float]:
-    """Each rank has a GradScaler of its own, and one of them skips a step."""
+def scaled(rank: int, world: int, every: int, fused: bool) -> tuple[float, float]:
+    """Each rank has a GradScaler of its own, and one of them skips a step. Fused: the optimizer skips it."""
     module = network(0)
-    optimizer = OPTIMIZERS["AdamW"](module.parameters())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + rank))
     losses = []
     with sidcomp.State("int4") as state:
-        local = sidcomp.LocalError(module, optimizer, state)
+        local = sidcomp.LocalError(module, optimizer, state, every=every)
         for step in range(40):
             module.zero_grad()
             losses.append(backward(module, rank, step, scaler.get_scale()))
             scaler.scale(torch.zeros(()))  # makes its scale, as scaling the loss does
             if step == 5 and rank == 1:
                 next(module.parameters()).grad[0, 0] = float("inf")
+            before = flat(module).clone()
             local.step(scaler=scaler)
+            if step == 5 and rank == 1 and every > 1:
+                assert torch.equal(flat(module), before), "no step, and no exchange"
             scaler.update()
         local.merge()
-        assert alike(flat(module)) and state.stats()["steps"] == 40
+        assert alike(flat(module)) and state.stats()["steps"] == 40 // every
     return losses[0], scaler.get_scale()
 
 
-def test_each_rank_may_have_a_scaler_of_its_own() -> None:
-    (_, first), (_, second) = run(scaled, 2)
+@pytest.mark.parametrize(("every", "fused"), [(1, False), (4, False), (4, True)])
+def test_each_rank_may_have_a_scaler_of_its_own(every: int, fused: bool) -> None:
+    (_, first), (_, second) = run(scaled, 2, every, fused)
     assert first == 2.0**10 and second == 2.0**10  # halved once from twice as much
 
 
