@@ -150,13 +150,14 @@ def told(rank: int, world: int, bits: dict[str, Any], steps: int) -> list[str]:
     return [str(w.message) for w in caught if "has no room" in str(w.message)]
 
 
-def test_what_waits_is_told_once_with_the_room_it_needs() -> None:
-    ours, other = run(told, 2, {}, 20)
+@pytest.mark.parametrize("exchange", ["allgather", "twoshot"])
+def test_what_waits_is_told_once_with_the_room_it_needs(exchange: str) -> None:
+    ours, other = run(told, 2, {"exchange": exchange}, 20)
     assert len(ours) == 1 and not other, "rank 0 speaks"
     assert "Nothing is lost" in ours[0] and "group 0 (weight)" in ours[0]
     room = re.search(r"exceptions to (\S+), or full_every", ours[0])
     assert room is not None and 0.5 < float(room[1]) < 1
-    assert run(told, 2, {"exceptions": float(room[1])}, 20) == [[], []]
+    assert run(told, 2, {"exchange": exchange, "exceptions": float(room[1])}, 20) == [[], []]
 
 
 @pytest.mark.parametrize(("how", "steps"), [({}, 12), ({"full_every": 5}, 20), ({"exceptions": 1.0}, 20)])
