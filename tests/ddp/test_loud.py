@@ -580,6 +580,30 @@ def test_the_lines_of_progress_end_after_a_few() -> None:
     assert [line[-7:] for line in ours if ", step " in line] == ["stage 0", "stage 1", "stage 2"]
 
 
+def without_room(rank: int, world: int) -> list[str]:
+    """The warnings about room in a run of auto, which begins without compression."""
+    import test_auto
+
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        test_auto.Training(
+            rank, candidates=[("lossless", {"bits": 3, "exceptions": 0.0})], slow=test_auto.SLOW_DENSE
+        ) as t,
+    ):
+        warnings.simplefilter("always")
+        while t.state.plan_report()["stage"] != "settled":
+            t.step()
+        for _ in range(20):
+            t.step()
+    return [str(w.message) for w in caught if "has no room" in str(w.message)]
+
+
+def test_auto_tells_what_has_no_room_once_it_has_decided() -> None:
+    ours, other = run(without_room, 2)
+    assert len(ours) == 1 and not other, (ours, other)
+    assert re.search(r"Give candidates=\[\('lossless', \{'exceptions': 0\.\d+\}\)\]", ours[0])
+
+
 def outgrown(rank: int, world: int, arguments: dict[str, Any], steps: int) -> list[str]:
     """The warnings about eta_s in a run."""
     trainer = Trainer(CASES["default"], rank)

@@ -141,7 +141,8 @@ class Engine:
         self._unable: Exception | None = None  # why this rank cannot encode in this step
         self.announced = False  # the line that says what is compressed was printed
         self._begun = 0  # steps since this engine was made, up to _LOOK_AT
-        self._growing = 0  # steps since then, up to STEPS: is a memory growing too fast?
+        self._growing = 0  # steps of the present groups, up to STEPS: is a memory growing too fast?
+        self._told = False  # a warning has said so
 
     # ---- queries
     # -------------------------------------------------------------------------------------------------
@@ -395,6 +396,7 @@ class Engine:
             regime = self.tuner.between(self, self._model)
             if regime != self.regime or self._kept_groups:
                 flushed, self.regime, self._kept_groups = self.regime.flush, regime, []
+                self._growing = 0
                 self._again()
                 if flushed and not regime.flush:
                     self.unassigned = {}  # at most rounding errors are left
@@ -573,9 +575,11 @@ class Engine:
         assert self.layout is not None and self.exchange is not None
         if self.layout.full:  # the step before has sent everything
             self._growing = 0
-        for look in (outgrown, crowded) if self._growing == STEPS else ():
-            if text := look(self.settings, self.groups, STEPS):
-                notices.warn(text, self.exchange.rank)
+        if self._growing == STEPS and not self._told:
+            for look in (outgrown, crowded):
+                if text := look(self.settings, self.groups, STEPS):
+                    notices.warn(text, self.exchange.rank)
+                    self._told = True
         self._growing += 1
 
     def quiet(self) -> None:

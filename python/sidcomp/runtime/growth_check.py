@@ -1,5 +1,5 @@
-"""Looks once, after some steps, at what groups keep: Marsit's compensation beside too small steps, and
-elements for which `lossless` has no room."""
+"""Looks once, some steps after groups were made, at what they keep: Marsit's compensation beside too small
+steps, and elements for which `lossless` has no room."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -51,12 +51,17 @@ def crowded(settings: Settings, groups: Sequence[Group], steps: int) -> str | No
     if not found:
         return None
     waiting, room, g = max(found, key=lambda of: of[0])
+    needed = f"{min(1.0, ceil(100 * (room + waiting)) / 100):g}"
+    if settings.auto:
+        instead = f"Give candidates=[({g.plan.codec!r}, {{'exceptions': {needed}}})]"
+    else:
+        instead = f"Set exceptions to {needed}"
+        if not settings.planned:
+            instead += ", or full_every to 10, which sends what waits in every tenth step"
     return (
         f"{g.plan.codec} has no room for all elements of {g.label()} that are far smaller than their "
         f"neighbors: after {steps} steps {100 * waiting:.2g} % of its elements wait in the residual. Nothing "
-        "is lost, but a step is not the plain average to the bit. Set exceptions to "
-        f"{min(1.0, ceil(100 * (room + waiting)) / 100):g}, or full_every to 10, which sends what waits in "
-        "every tenth step (docs/auto.md)"
+        f"is lost, but a step is not the plain average to the bit. {instead} (docs/auto.md)"
     )
 
 
