@@ -39,9 +39,12 @@ def outgrown(settings: Settings, groups: Sequence[Group], steps: int) -> str | N
 
 
 def crowded(settings: Settings, groups: Sequence[Group], steps: int) -> str | None:
-    """Returns what to tell the user of the group of which most elements wait in the residual, or None. Only
-    codecs that round nothing and have room for some small elements, the parameter `exceptions`, are read, as
-    in `outgrown`. With `full_every` what waits is sent, so there is nothing to tell."""
+    """Returns what to tell the user of the group of which the largest share of elements waits, or None.
+
+    Only codecs that round nothing and have room for some small elements, the parameter `exceptions`, can
+    fall short like this. Reads the memory of their groups, as `outgrown` does. With `full_every` what waits
+    is sent, so there is nothing to tell.
+    """
     found: list[tuple[float, float, Group]] = []
     for g in groups if not settings.full_every else ():
         room = _parameter(settings, g, "exceptions", steps)
