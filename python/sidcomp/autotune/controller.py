@@ -22,6 +22,7 @@ from sidcomp import core as _core
 from sidcomp import notices
 from sidcomp.autotune import measurement
 from sidcomp.autotune.journal import Entry, Journal, digest
+from sidcomp.config.accuracy import EXACT
 from sidcomp.config.grouping import DENSE, Regime
 from sidcomp.config.settings import PLAIN, Settings
 from sidcomp.planner import mergecomp
@@ -147,6 +148,13 @@ def _known(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
     """Copies those values that are fields of `kind`, so that the checkpoint does not change."""
     names = {f.name for f in fields(kind)} - {"profile"}
     return {name: deepcopy(value) for name, value in values.items() if name in names}
+
+
+def _without_room(waiting: int) -> str:
+    return (
+        f'{EXACT[0]} had no room for {waiting} elements of a step, and accuracy="exact" lets none wait for a '
+        f'later one; candidates=[({EXACT[0]!r}, {{"exceptions": x}})] has room for a share x (docs/auto.md)'
+    )
 
 
 def _on_terminal() -> bool:
@@ -575,7 +583,8 @@ class Controller:
             e = yield from self._verify(model, found, best, found["time_ps"] / to_beat, most)
             pairs = e["pairs"]
             measured += len(pairs)
-            won = bool(is_faster(pairs, WORTH))
+            faster, waiting = bool(is_faster(pairs, WORTH)), e["waiting"]
+            won = faster and not waiting
             tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
             said = f"{gain(pairs):.3f} of the time of {self._called(best)} in {len(pairs)} pairs of windows"
             r.tried.append(
@@ -598,6 +607,9 @@ class Controller:
                 lost.append(regime)
                 if best == self.base:
                     why = f"the plan took {said}"
+            if faster and waiting:
+                why = f"the plan took {said}, but {_without_room(waiting)}"
+                break
             model = measurement.refit(model, found, e["took"], tried)
         return best, why
 
@@ -635,8 +647,16 @@ class Controller:
             yield from self._turns(regime, other, e["pairs"], expected, note, WORTH, most, before)
             rows = [row for row in e["rows"] if len(row) == width]
             e["took"] = self._agree([int(median(c)) for c in zip(*rows, strict=True)]) if rows else []
+            e["waiting"] = self._waiting()
             e["rows"], e["done"] = [], True
-        return {**e, "took": e["took"] if len(e["took"]) == width else []}
+        return {"waiting": 0, **e, "took": e["took"] if len(e["took"]) == width else []}
+
+    def _waiting(self) -> int:
+        """How many elements a rank keeps back, at most; 0 where it may keep some."""
+        if not self.settings.exact:
+            return 0
+        assert self._p is not None and self._p.layout is not None
+        return self._agree([measurement.waiting(self._p.layout, self._p.unassigned)])[0]
 
     def _turns(
         self,
@@ -717,7 +737,11 @@ class Controller:
                 _show("\r\033[K")
             regime = yield from self._warm_up(regime)
             self.report.stage = SETTLED
-            yield from self._watch(regime, last == self.base)
+            if waiting := (yield from self._watch(regime, last == self.base)):
+                regime, why = self.base, _without_room(waiting)
+                self.report.plan, self.report.predicted_ps, self.report.measured_ps = None, 0, 0
+                self._watched = self._fresh_watch()
+                continue
             self.report.stage = "looking again"
             self._kept, self._journal, self._plain = None, Journal(), []
             regime, why = yield from self._find_out()
@@ -751,15 +775,16 @@ class Controller:
             yield Order(regime)
         return regime
 
-    def _watch(self, regime: Regime, plain: bool) -> Script:
+    def _watch(self, regime: Regime, plain: bool) -> Generator[Order, Iteration, int]:
         """Returns when the search has to start again: if a plan loses against the baseline, measured at the
-        same time. plain: the regime is the baseline itself; then a step time that has drifted is enough."""
+        same time. plain: the regime is the baseline itself; then a step time that has drifted is enough. Also
+        returns when the plan keeps elements back that may not wait: how many."""
         r, w = self.report, self._watched
         while True:
             if not w.comparing:
-                yield from self._doubt(regime, plain)
-                if plain:
-                    return
+                waiting = yield from self._doubt(regime, plain)
+                if plain or waiting:
+                    return waiting
                 w.comparing, w.taken = True, 0
             r.stage = COMPARING
             expected = w.base / w.reference if w.base and w.reference else 1.0
@@ -784,14 +809,15 @@ class Controller:
             if lost:
                 self._say(f"{said}: it is given up, looking again")
                 w.comparing, w.pairs = False, []
-                return
+                return 0
             w.reference, w.calm, w.base, w.pause = 0, w.reference, base, min(2 * w.pause, _LONGEST)
             self._say(f"{said}: it stays, for {w.pause} steps at least")
             w.comparing, w.pairs, w.times, w.strikes, w.steps = False, [], [], 0, 0
             r.stage = SETTLED
 
-    def _doubt(self, regime: Regime, plain: bool) -> Script:
-        """Returns when the step time gives a reason for a comparison, or for a new search."""
+    def _doubt(self, regime: Regime, plain: bool) -> Generator[Order, Iteration, int]:
+        """Returns when the step time gives a reason for a comparison, or for a new search; or when elements
+        wait that may not: how many."""
         w = self._watched
         while True:
             it = yield Order(regime)
@@ -800,6 +826,8 @@ class Controller:
                 w.times.append(it.interval)
             if len(w.times) < _CHECK_EVERY:
                 continue
+            if not plain and (waiting := self._waiting()):
+                return waiting
             now, w.times = int(median(self._agree_on_steps(w.times))), []
             then = w.reference = w.reference or now
             moved = now > _DRIFT * then or (not plain and _FASTER * now < then)
@@ -816,10 +844,10 @@ class Controller:
                     f"the step time has drifted: {now * 1e-6:.1f} ms, after {then * 1e-6:.1f} ms: "
                     + ("looking again" if plain else f"comparing with {self._called(self.base)}")
                 )
-                return
+                return 0
             if not plain and w.steps >= _LONGEST:
                 self._say(f"{w.steps} steps have passed: comparing with {self._called(self.base)}")
-                return
+                return 0
 
     def _dense_and_alone(self, of: str) -> Generator[Order, Iteration, list[dict[str, Any]]]:
         """Measures steps of plain DDP, and steps that exchange only after backward(), in turns. Where plain

@@ -36,12 +36,13 @@ Entry = dict[str, Any]
 #   profile  about the buckets: the whole profile, in place of the turns
 #   times    about groups: step times in ns; this rank's own until done, then means over the ranks
 #   pairs    about a plan: pairs of windows in ns, means over the ranks; rows: see measurement.took, this
-#            rank's own; took: their medians on the slowest rank, once done
+#            rank's own; took: their medians on the slowest rank, once done; waiting: the elements that the
+#            plan kept back on one rank, at most; counted only for accuracy="exact"
 _EMPTY: dict[str, dict[str, Any]] = {
     "turns": {"turns": []},
     "profile": {"profile": None},
     "times": {"times": []},
-    "pairs": {"pairs": [], "rows": [], "took": []},
+    "pairs": {"pairs": [], "rows": [], "took": [], "waiting": 0},
 }
 
 
@@ -122,6 +123,7 @@ _HOLDS: dict[str, dict[str, Check]] = {
     "times": {"times": listing(count)},
     "pairs": {"pairs": listing(pair), "rows": listing(listing(whole)), "took": listing(whole)},
 }
+_MAY_HOLD: dict[str, dict[str, Check]] = {"pairs": {"waiting": count}}  # entries of earlier versions do not
 
 
 def entries(value: object, where: str) -> None:
@@ -131,7 +133,7 @@ def entries(value: object, where: str) -> None:
     for i, e in enumerate(value):
         if e["kind"] not in _HOLDS:
             raise wrong(f"{where}[{i}]['kind']", e["kind"], f"one of {', '.join(_HOLDS)}")
-        record(_HOLDS[e["kind"]])(e, f"{where}[{i}]")
+        record(_HOLDS[e["kind"]], _MAY_HOLD.get(e["kind"]))(e, f"{where}[{i}]")
         if e["kind"] == "pairs":
             widths = {len(row) for row in (*e["rows"], *([e["took"]] if e["took"] else []))}
             if len(widths) > 1:

@@ -23,6 +23,7 @@ from sidcomp.planner.fusion import evaluate
 from sidcomp.planner.profile import Profile, model_digest
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.checkpoint import Residuals, residual_of
 from sidcomp.runtime.engine import Engine
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.process_group import Exchange
@@ -347,6 +348,13 @@ def leaves_behind(layout: Layout, unassigned: Iterable[str], target: Regime) -> 
     if not isinstance(target.rule, list):
         return bool(kept) and target.candidates[0] == DENSE
     return not target.dense_names().isdisjoint(kept)
+
+
+def waiting(layout: Layout, unassigned: Residuals) -> int:
+    """How many elements this rank keeps back, in memories or unassigned. Reads them all, on CUDA by a copy to
+    the host."""
+    kept = [residual_of(g) for g in layout.groups if g.plan.vectors]
+    return sum(int(values.count_nonzero()) for values in (*kept, *(k.values for k in unassigned.values())))
 
 
 def took(model: Model, found: dict[str, Any], s: Observed) -> list[int]:

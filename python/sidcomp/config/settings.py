@@ -283,6 +283,11 @@ class Settings:
         return self.groups in PLANNED
 
     @property
+    def exact(self) -> bool:
+        """Whether a plan that keeps something back for later steps is not wanted either."""
+        return self.auto and self.free and self.accuracy == "exact"
+
+    @property
     def lossy(self) -> bool:
         """Whether a codec that compresses was asked for."""
         return any(not candidate.codec.lossless for candidate in self.candidates)

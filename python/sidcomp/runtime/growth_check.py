@@ -42,11 +42,11 @@ def crowded(settings: Settings, groups: Sequence[Group], steps: int) -> str | No
     """Returns what to tell the user of the group of which the largest share of elements waits, or None.
 
     Only codecs that round nothing and have room for some small elements, the parameter `exceptions`, can
-    fall short like this. Reads the memory of their groups, as `outgrown` does. With `full_every` what waits
-    is sent, so there is nothing to tell.
+    fall short like this. Reads the memory of their groups, as `outgrown` does. There is nothing to tell with
+    `full_every`, which sends what waits, and with `accuracy="exact"`, with which "auto" gives such a plan up.
     """
     found: list[tuple[float, float, Group]] = []
-    for g in groups if not settings.full_every else ():
+    for g in () if settings.full_every or settings.exact else groups:
         room = _parameter(settings, g, "exceptions", steps)
         if room is not None and g.plan.vectors:
             found.append((float(residual_of(g)[0].count_nonzero()) / g.n, room, g))
