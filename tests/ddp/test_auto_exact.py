@@ -29,9 +29,7 @@ class Exact(Training):
         return torch.where(every % 10 < 10 * self.far, gradient * FAR, gradient)
 
     def waiting(self) -> int:
-        engine = self.state._engine
-        assert engine.layout is not None
-        return measurement.waiting(engine.layout, engine.unassigned)
+        return measurement.waiting(self.state._engine)
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self.ddp.parameters()])
@@ -65,10 +63,10 @@ def crowded(rank: int, world: int, far: list[float]) -> tuple[dict[str, Any], in
         return t.until_it_settles(), t.waiting()
 
 
-@pytest.mark.parametrize("far", [[0.3, 0.3], [0.0, 0.3]])
+@pytest.mark.parametrize("far", [[0.3, 0.3], [0.0, 0.3], [0.0, 0.0, 0.3]])
 def test_a_plan_that_keeps_something_back_is_not_kept(far: list[float]) -> None:
     """Not even if it does so on one rank only. What waited has then been sent."""
-    reports = run(crowded, 2, far)
+    reports = run(crowded, len(far), far)
     for report, waiting in reports:
         check(report)
         assert candidates(report) == {"dense"} and not waiting, report["explain"]

@@ -230,7 +230,10 @@ def found(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> Any:
         return alike(model, mesh.get_group("replicate")), report["stage"], report["groups"], state.error
 
 
-@pytest.mark.parametrize("codec, arguments", [("auto", {}), ("topk", {"groups": "pg", "density": 0.05})])
+@pytest.mark.parametrize(
+    "codec, arguments",
+    [("auto", {}), ("auto", {"accuracy": "exact"}), ("topk", {"groups": "pg", "density": 0.05})],
+)
 def test_it_plans_across_modules(codec: str, arguments: dict[str, Any]) -> None:
     for same, stage, groups, error in run(found, 4, codec, {**arguments, "warmup": 2}):
         assert same and stage == "settled" and error is None

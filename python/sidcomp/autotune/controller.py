@@ -655,8 +655,8 @@ class Controller:
         """How many elements a rank keeps back, at most; 0 where it may keep some."""
         if not self.settings.exact:
             return 0
-        assert self._p is not None and self._p.layout is not None
-        return self._agree([measurement.waiting(self._p.layout, self._p.unassigned)])[0]
+        assert self._p is not None
+        return self._agree([measurement.waiting(self._p)])[0]
 
     def _turns(
         self,

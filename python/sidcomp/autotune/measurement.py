@@ -23,7 +23,6 @@ from sidcomp.planner.fusion import evaluate
 from sidcomp.planner.profile import Profile, model_digest
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.checkpoint import Residuals, residual_of
 from sidcomp.runtime.engine import Engine
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.process_group import Exchange
@@ -350,11 +349,12 @@ def leaves_behind(layout: Layout, unassigned: Iterable[str], target: Regime) -> 
     return not target.dense_names().isdisjoint(kept)
 
 
-def waiting(layout: Layout, unassigned: Residuals) -> int:
-    """How many elements this rank keeps back, in memories or unassigned. Reads them all, on CUDA by a copy to
-    the host."""
-    kept = [residual_of(g) for g in layout.groups if g.plan.vectors]
-    return sum(int(values.count_nonzero()) for values in (*kept, *(k.values for k in unassigned.values())))
+def waiting(p: Engine) -> int:
+    """How many elements this rank keeps back, in memories or unassigned."""
+    assert p.executor is not None
+    kept = [part.values for g in p.groups if g.plan.vectors for part in p.executor.residual(g)]
+    kept += [of.values for of in p.unassigned.values()]
+    return sum(int(values.count_nonzero()) for values in kept)
 
 
 def took(model: Model, found: dict[str, Any], s: Observed) -> list[int]:
