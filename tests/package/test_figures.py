@@ -441,7 +441,11 @@ def test_the_losses_of_two_seeds() -> None:
         ("the GRU after 90 s", {"steps at 100 Mbit/s": "100mbit", "steps at 10 Mbit/s": "10mbit"}),
         (
             "the transformer after 120 s",
-            {"steps at 100 Mbit/s": "gpt-100mbit", "steps with 50 ms": "gpt-100mbit-50ms"},
+            {
+                "steps at 100 Mbit/s": "gpt-100mbit",
+                "steps with 50 ms": "gpt-100mbit-50ms",
+                "steps at 10 Mbit/s": "gpt-10mbit",
+            },
         ),
         ("10 Mbit/s and 50 ms: the GRU after 90 s", {"steps": "10mbit-50ms"}),
         ("10 Mbit/s and 50 ms: the transformer after 120 s", {"steps": "gpt-10mbit-50ms"}),
@@ -498,7 +502,12 @@ def test_the_times_of_the_transformer_over_100_mbit() -> None:
     said = re.findall(r"\d+\.\d", goal)
     head, *rows = table(OUTER, "| exchange every | four hosts | four hosts, 50 ms |")
     speeds = {}
-    files = {"four hosts": "100mbit", "four hosts, 50 ms": "100mbit-50ms", "two hosts": "2-100mbit"}
+    files = {
+        "four hosts": "100mbit",
+        "four hosts, 50 ms": "100mbit-50ms",
+        "two hosts": "2-100mbit",
+        "four hosts, 10 Mbit/s": "10mbit",
+    }
     for title, name in files.items():
         column = head.index(title)
         record = json.loads((ROOT / "benchmarks" / "results" / f"outer-lab-gpt-{name}.json").read_text())
@@ -509,16 +518,15 @@ def test_the_times_of_the_transformer_over_100_mbit() -> None:
         shown = {key: text for key, text in shown.items() if text != "not measured"}
         assert set(shown) == set(means), name
         check(list(shown.values()), [means[key] for key in shown], name)
-        speeds[title] = [
-            means["DDP", 1] / means[key]
-            for key in (
-                ("LocalError, deadzone, two-shot", 32),
-                ("no communication", 1),
-                ("LocalError, deadzone", 16),
-            )
-        ]
+        three = ("LocalError, deadzone, two-shot", 32), ("no communication", 1), ("LocalError, deadzone", 16)
+        speeds[title] = [means["DDP", 1] / means[key] for key in three]
     both = zip(speeds["two hosts"], speeds["four hosts"], strict=True)
     check(said, [speed for pair in both for speed in pair], "goals")
+    slow = re.search(r"At 10 Mbit/s it is (\d+) to (\d+) times as fast, as is Outer \((\d+) to (\d+)", OUTER)
+    assert slow
+    outer = [means["DDP", 1] / means[way, 30] for way in ("Outer", "Outer, delay")]
+    local = speeds["four hosts, 10 Mbit/s"]
+    check(list(slow.groups()), [local[2], local[0], *outer], "10 Mbit/s")
 
 
 def test_the_sentences_at_equal_time() -> None:
@@ -538,6 +546,12 @@ def test_the_sentences_at_equal_time() -> None:
         ours = of["LocalError, deadzone, two-shot, every 32, 120 s"]
         assert ours == min(of.values())
         assert rounds_to(quoted, 100 * (1 - ours / of["DDP, default topk, every 1, 120 s"])), link
+    of = {label: each["loss"]["0"] for label, each in found("outer-time-gpt-10mbit").items()}
+    below = re.search(r"best at 10 Mbit/s too, (\d+\.\d) % below the hook and (\d\.\d) % below Outer", OUTER)
+    ours = of["LocalError, deadzone, two-shot, every 32, 120 s"]
+    assert below and ours == min(of.values())
+    others = (of[f"{way}, 120 s"] for way in ("DDP, default topk, every 1", "Outer, every 30"))
+    check(list(below.groups()), [100 * (1 - ours / other) for other in others], "10 Mbit/s")
     below = re.search(r"Its loss is (\d+) % below the hook's", OUTER)
     ours, hook = (
         slow[f"{way}, 90 s"]["loss"]["0"] for way in ("Outer, every 30", "DDP, default topk, every 1")
