@@ -187,13 +187,14 @@ class State:
                     iterations by that of the tensors.
     accuracy        [None] which codecs sidcomp may choose by itself, if you name neither the codec nor
                     candidates. "exact": only "lossless", which rounds nothing, but may send elements far
-                    smaller than their neighbors some steps later. "dense": those whose loss was above that of
-                    uncompressed training by no more than its seeds differ, on each model and number of ranks
-                    that was measured. "close": also those with at most 1 % more loss on all of them; at
-                    present none. "any": all of them. None: "dense". The choice depends on the optimizer
-                    given to `follow`: with Adam and AdamW the default codec is "int4", because a fortieth of
-                    the bytes costs 3.5 % of the loss (docs/accuracy.md). If the model is trained with one
-                    and is not followed, a warning says so once. With `LocalError` you can send fewer bytes.
+                    smaller than their neighbors some steps later; "auto" then gives it up. "dense": those
+                    whose loss was above that of uncompressed training by no more than its seeds differ, on
+                    each model and number of ranks that was measured. "close": also those with at most 1 %
+                    more loss on all of them; at present none. "any": all of them. None: "dense". The choice
+                    depends on the optimizer given to `follow`: with Adam and AdamW the default codec is
+                    "int4", because a fortieth of the bytes raises the loss by up to 5.5 %
+                    (docs/accuracy.md). If the model is trained with one and is not followed, a warning says
+                    so once. With `LocalError` you can send fewer bytes.
     profile         [None] for planned groups: a Profile of an earlier run or the path of its file, in place
                     of measuring again (`state.profile.save(path)` writes one). One that does not fit is not
                     used.
