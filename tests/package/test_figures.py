@@ -422,6 +422,28 @@ def test_the_losses_of_what_users_get() -> None:
     assert shown == set(found("outer-lm-4")) - first - {"dense"}
 
 
+def test_the_losses_of_the_transformer_at_equal_tokens() -> None:
+    """Every row of the file, and what the page says of it."""
+    named = {**WAYS, "averaging, `int4`, `noise_correction=True`": "averaging, int4, corrected"}
+    _, *rows = table(OUTER, "the transformer, 300 steps |")
+    shown = {"dense"}
+    for way, every, loss, fraction in rows:
+        label = named[way] if every == "step" else f"{named[way]}, every {steps_between(every)}"
+        shown.add(label)
+        check(signed(loss), over("outer-gpt-4", label), label)
+        assert rounds_to(fraction.removeprefix("1/"), found("outer-gpt-4")[label]["ratio"]), label
+    assert shown == set(found("outer-gpt-4"))
+    said = re.search(r"every 32 steps costs (\S+) %, where Outer costs (\S+) % with a few more bytes", OUTER)
+    ways = ("LocalError, deadzone, two-shot, every 32", "Outer, every 10")
+    assert said
+    check(list(said.groups()), [over("outer-gpt-4", way)[0] for way in ways], "LocalError and Outer")
+    for name in ("outer-gpt-4", "outer-lm-4"):
+        outer = [over(name, f"Outer, every {every}") for every in (5, 10, 30, 100)]
+        diloco = {every: over(name, f"DiLoCo, every {every}") for every in (5, 10, 30, 100)}
+        assert outer == sorted(outer) and max(diloco, key=diloco.get) == 5  # type: ignore[arg-type]
+        assert min(diloco, key=diloco.get) == 30  # type: ignore[arg-type]
+
+
 def test_the_losses_of_two_seeds() -> None:
     """All that was measured in float32."""
     _, *rows = table(OUTER, "the same 300 steps, seeds 0 and 1 |")
