@@ -541,7 +541,8 @@ class Controller:
 
     def _find_out(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
         r = self.report
-        r.stage, r.plan, r.predicted_ps, r.measured_ps, r.baseline_ps = "measuring", None, 0, 0, 0
+        r.stage, r.baseline_ps = "measuring", 0
+        self._forget_plan()
         r.profile = profile = yield from self._profile()
         self._record(None)
         r.dense_ps, r.compute_ps = profile.dense_ps, profile.compute_ps
@@ -583,8 +584,8 @@ class Controller:
             e = yield from self._verify(model, found, best, found["time_ps"] / to_beat, most)
             pairs = e["pairs"]
             measured += len(pairs)
-            faster, waiting = bool(is_faster(pairs, WORTH)), e["waiting"]
-            won = faster and not waiting
+            waiting = e["waiting"]
+            won = bool(is_faster(pairs, WORTH)) and not waiting
             tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
             said = f"{gain(pairs):.3f} of the time of {self._called(best)} in {len(pairs)} pairs of windows"
             r.tried.append(
@@ -607,9 +608,9 @@ class Controller:
                 lost.append(regime)
                 if best == self.base:
                     why = f"the plan took {said}"
-            if faster and waiting:
-                why = f"the plan took {said}, but {_without_room(waiting)}"
-                break
+            if waiting:  # so other plans would keep something back too
+                self._forget_plan()
+                return self.base, f"the plan took {said}, but {_without_room(waiting)}"
             model = measurement.refit(model, found, e["took"], tried)
         return best, why
 
@@ -739,7 +740,7 @@ class Controller:
             self.report.stage = SETTLED
             if waiting := (yield from self._watch(regime, last == self.base)):
                 regime, why = self.base, _without_room(waiting)
-                self.report.plan, self.report.predicted_ps, self.report.measured_ps = None, 0, 0
+                self._forget_plan()
                 self._watched = self._fresh_watch()
                 continue
             self.report.stage = "looking again"
@@ -985,6 +986,10 @@ class Controller:
     def _keep(self, instance: dict[str, Any], found: dict[str, Any], measured_ps: int) -> None:
         r = self.report
         r.instance, r.plan, r.predicted_ps, r.measured_ps = instance, found, found["time_ps"], measured_ps
+
+    def _forget_plan(self) -> None:
+        r = self.report
+        r.plan, r.predicted_ps, r.measured_ps = None, 0, 0
 
     def _count_cost(self) -> None:
         """Adds the time by which the search was longer than as many steps with its result."""
