@@ -284,8 +284,8 @@ class Settings:
 
     @property
     def exact(self) -> bool:
-        """Whether a plan that keeps something back for later steps is not wanted either."""
-        return self.auto and self.free and self.accuracy == "exact"
+        """Whether a plan is given up that keeps something back for later steps."""
+        return self.auto and self.accuracy == "exact"
 
     @property
     def lossy(self) -> bool:
