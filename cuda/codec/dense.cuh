@@ -207,9 +207,12 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
             for (uint32_t r = 0; r < SID_ROWS; r++) {
                 float more[Memory::VECTORS + 1][SID_QUAD] = {};
                 for (int m = 1; m < Memory::VECTORS; m++) sid_get_row(origin + m * vectors.stride, r, len, more[m]);
+                /* Momentum factor masking asks which elements the rule changed: what it changed them from is read again. */
+                float stored[SID_QUAD] = {};
+                if (Memory::VECTORS > 1) sid_get_row(origin, r, len, stored);
 #pragma unroll
                 for (uint32_t c = 0; c < SID_QUAD; c++) {
-                    float one[Memory::VECTORS + 1] = {acc[r][c]};
+                    float one[Memory::VECTORS + 1] = {Memory::VECTORS > 1 ? stored[c] : acc[r][c]};
                     for (int m = 1; m < Memory::VECTORS; m++) one[m] = more[m][c];
                     const bool finite = sid_key(x[r][c]) < SID_KEY_INF;
                     bad += !finite; /* what does not exist was read as zero */

@@ -86,6 +86,10 @@ def variants_of(
     table: list[dict[str, Any]], accepts: Callable[[str, Any], bool] = lambda name, value: True
 ) -> list[dict[str, Any]]:
     """Settings that take a codec or a memory through its cases: every choice, every class of numbers."""
+    return [dict(v) for v in covering(axes_of(table, accepts))]
+
+
+def axes_of(table: list[dict[str, Any]], accepts: Callable[[str, Any], bool]) -> list[list[tuple[str, Any]]]:
     axes = []
     for p in table:
         if p["name"] == "memory_dtype":  # bfloat16 is refused: see test_memories_of_bfloat16_are_refused
@@ -94,7 +98,7 @@ def variants_of(
         values = [v for v in values if p["kind"] == "choice" or p["min"] <= v <= p["max"]]
         if values := [v for v in values if accepts(p["name"], v)]:
             axes.append([(p["name"], v) for v in values])
-    return [dict(v) for v in covering(axes)]
+    return axes
 
 
 def covering(axes: list[list[Any]]) -> list[tuple[Any, ...]]:
@@ -137,20 +141,19 @@ def fits(codec: str, memory: str) -> bool:
 
 
 def cases() -> list[Case]:
-    """Every variant of every codec, beside some memory; every memory beside some variant of every codec; and
-    every variant of the memories beside some codec."""
-    kept = [(m["name"], v) for m in _core.memories() if m["cuda"] for v in variants_of(m["parameters"])]
-    plain = {m: next(v for name, v in kept if name == m) for m in MEMORIES}
+    """Of every codec, any two values of its parameters meet, and each value meets each memory with the
+    memory's defaults; and every variant of the memories beside some variant of some codec."""
     out: list[Case] = []
     for codec in CODECS:
-        mine, memories = variants(codec), [m for m in MEMORIES if fits(codec, m)]
-        for i in range(max(len(mine), len(memories))):
-            settings, m = mine[i % len(mine)], memories[(i + i // len(mine)) % len(memories)]
-            out.append((codec, settings | plain[m], m))
-    for i, (memory, settings) in enumerate(kept):
+        memories = [("memory", m) for m in MEMORIES if fits(codec, m)]
+        axes = axes_of(parameters(codec), lambda name, value, codec=codec: allowed(codec, name, value))
+        settings = [dict(row) for row in covering([*axes, memories])]
+        out += [(codec, s, s.pop("memory")) for s in settings]
+    kept = [(m["name"], v) for m in _core.memories() if m["cuda"] for v in variants_of(m["parameters"])]
+    for i, (memory, of_memory) in enumerate(kept):
         codec = next(c for c in CODECS[i % len(CODECS) :] + CODECS if fits(c, memory))
         mine = variants(codec)
-        out.append((codec, mine[i // len(CODECS) % len(mine)] | settings, memory))
+        out.append((codec, mine[i // len(CODECS) % len(mine)] | of_memory, memory))
     return out
 
 

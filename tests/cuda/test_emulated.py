@@ -95,7 +95,7 @@ def run(share: int, tests: str = "tests/cuda/test_cuda.py", watched: bool = Fals
 
 
 def test_kernels_on_the_emulation() -> None:
-    run(share=29)
+    run(share=47)
 
 
 def test_exchanges_on_the_emulation() -> None:
