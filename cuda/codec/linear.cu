@@ -24,7 +24,8 @@ struct linear {
                                                : sid_bits_f32(one_rank ? 0x7f7f0000u : 0x7f7c0000u);
             x = x > max ? max : x < -max ? -max : x;
         }
-        return x * s;
+        /* A product with a NaN is 0x7fffffff on a device; the wire keeps the NaN's own bits, quiet, as the CPU does. */
+        return sid_key(x) > SID_KEY_INF ? sid_bits_f32(sid_f32_bits(x) | 0x400000u) : x * s;
     }
 
     __device__ void begin(shared &) const {}
