@@ -209,6 +209,8 @@ sass: ## registers, occupancy, instructions and bytes per element of the CUDA ke
 	$(PYTHON) -m benchmarks.sass $(ARGS)
 gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network (PART=1 to 4, one call each)
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
+ptx-check: all ## the kernels as nvcc compiles them, on a CPU: PTX translated to C++, against the CPU codecs; needs nvcc, no GPU
+	$(PYTHON) -m pytest -q -s tests/cuda/test_ptx.py tests/cuda/test_ptx_instructions.py $(ARGS)
 gpu-rehearsal: env ## the four parts of gpu-check without a GPU: in small, on the CPU emulation, which it builds (PART=1 to 4)
 	PYTHONPATH=tests/cuda $(PYTHON) -c 'import test_emulated; test_emulated.build()'
 	for part in $(or $(PART),1 2 3 4); do \
@@ -248,7 +250,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers sass gpu-check gpu-rehearsal wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
+.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers sass gpu-check gpu-rehearsal ptx-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 .SECONDARY:
 -include $(wildcard $(DEPS))

@@ -1,10 +1,13 @@
 /* emulate.h's device: two multiprocessors, so that grids are small and every block has more than one piece to do. */
+#include <dlfcn.h>
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <map>
+#include <string>
 #include <vector>
 
 #include "order.h"
@@ -22,8 +25,9 @@ namespace {
 enum {
     BLOCK = 1024,    /* threads, at most */
     TOGETHER = 2048, /* that are resident */
-    STACK = 1 << 17,
+    STACK = 1 << 19, /* a translated kernel keeps all of its registers there */
     SHARED = 48 << 10,
+    STATIC = 48 << 10, /* behind it: what a translated kernel declares; ptx/translate.py knows where */
     GUARD = 64,
     PATIENCE = 64 /* rounds in which nobody did anything but look at one place again and again */
 };
@@ -52,7 +56,7 @@ jmp_buf scheduler;
 uint32_t current, per_block; /* the fiber that runs; threads of a block */
 std::vector<uint32_t> blocks_begun;
 kernel_call *body;
-alignas(64) unsigned char shared[TOGETHER / LANES][SHARED + GUARD]; /* dynamic, a block */
+alignas(64) unsigned char shared[TOGETHER / LANES][SHARED + GUARD + STATIC]; /* dynamic, a block */
 int device;
 thread_local bool chosen; /* a device, by this thread */
 
@@ -301,6 +305,50 @@ uint64_t meet(meeting what, uint64_t value, uint32_t argument, uint32_t mask) {
 }
 
 uint64_t grid_barriers_so_far() { return grid_barriers; }
+
+/* SID_PTX: a folder with map, a line for each kernel: its place in this library, and the library and name of its translation.
+ * The launches of each are counted in SID_PTX_LOG, if that is given: a line for each, "-" for kernels that ran as C++. */
+struct translations {
+    std::map<uintptr_t, std::pair<std::string, translated>> known;
+    std::map<std::string, unsigned> runs;
+    uintptr_t start = 0;
+
+    translations() {
+        const char *folder = getenv("SID_PTX");
+        if (!folder) return;
+        Dl_info self;
+        dladdr((const void *)translated_of, &self);
+        start = (uintptr_t)self.dli_fbase;
+        dlopen(self.dli_fname, RTLD_NOLOAD | RTLD_NOW | RTLD_GLOBAL); /* so that they find its functions */
+        FILE *map = fopen((std::string(folder) + "/map").c_str(), "r");
+        if (!map) stop("SID_PTX: no file map in %s", folder);
+        char library[256], name[4096];
+        unsigned long at;
+        while (fscanf(map, "%lx %255s %4095s", &at, library, name) == 3) {
+            void *const opened = dlopen((std::string(folder) + "/" + library).c_str(), RTLD_NOW);
+            void *const entry = opened ? dlsym(opened, (std::string("k_") + name).c_str()) : nullptr;
+            if (!entry) stop("SID_PTX: %s", dlerror());
+            known[start + at] = {name, (translated)entry};
+        }
+        fclose(map);
+    }
+    ~translations() {
+        const char *log = getenv("SID_PTX_LOG");
+        FILE *f = log ? fopen(log, "a") : nullptr;
+        if (!f) return;
+        for (const auto &r : runs) fprintf(f, "%u %s\n", r.second, r.first.c_str());
+        fclose(f);
+    }
+};
+translated translated_of(const void *kernel) {
+    static translations all;
+    const auto found = all.known.find((uintptr_t)kernel);
+    const bool is = found != all.known.end();
+    char place[32];
+    snprintf(place, sizeof place, "- %lx", (unsigned long)((uintptr_t)kernel - all.start));
+    all.runs[is ? found->second.first : place]++;
+    return is ? found->second.second : nullptr;
+}
 
 void *dynamic_shared() { return shared[current / per_block]; }
 

@@ -22,7 +22,8 @@
 #define __launch_bounds__(...)
 #define __noinline__
 #define __grid_constant__
-#define __shared__ static /* what a block leaves is the next one's garbage; not for cooperative launches: dynamic only */
+#define __shared__                                                                                                     \
+    static /* what a block leaves is the next one's garbage; not for cooperative launches: dynamic only */
 #define SID_DYNAMIC_SHARED(type, name) type *name = (type *)emulate::dynamic_shared()
 
 struct alignas(8) uint2 {
@@ -172,6 +173,30 @@ template <typename... P> struct kernel_of : kernel_call {
 };
 cudaError_t launch(const cudaLaunchConfig_t &c, kernel_call *call);
 
+/* A kernel that was translated from PTX (ptx/translate.py), of which SID_PTX names the folder, and its arguments as the launch
+ * of a device lays them out; null: there is none, so the C++ runs. */
+typedef void (*translated)(const unsigned char *arguments);
+translated translated_of(const void *kernel);
+struct translated_call : kernel_call {
+    enum {
+        ROOM = 4096 /* bytes of arguments that a launch takes */
+    };
+    translated kernel;
+    alignas(64) unsigned char arguments[ROOM];
+    size_t used = 0;
+    template <typename T> void add(const T &x) {
+        used = (used + alignof(T) - 1) / alignof(T) * alignof(T);
+        memcpy(arguments + used, &x, sizeof x);
+        used += sizeof x;
+    }
+    template <typename... P> explicit translated_call(translated k, const P &...all) : kernel(k) {
+        static_assert((sizeof(P) + ... + 0) + sizeof...(P) * 16 <= ROOM, "");
+        (add(all), ...);
+        bytes = sizeof *this;
+    }
+    void thread() override { kernel(arguments); }
+};
+
 template <typename T> T shuffle(meeting what, T value, uint32_t argument, uint32_t mask) {
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof value);
@@ -182,6 +207,8 @@ template <typename T> T shuffle(meeting what, T value, uint32_t argument, uint32
 } // namespace emulate
 
 template <typename... P> cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *c, void (*kernel)(P...), P... args) {
+    if (const emulate::translated k = emulate::translated_of((const void *)kernel))
+        return emulate::launch(*c, new emulate::translated_call(k, args...));
     return emulate::launch(*c, new emulate::kernel_of<P...>(kernel, args...));
 }
 

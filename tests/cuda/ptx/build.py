@@ -1,0 +1,113 @@
+"""Libraries of cuda/'s kernels as nvcc compiles them: its PTX, translated to C++ for the emulation."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_emulated import ROOT, TOOLS, call
+
+from ptx.translate import translate
+
+OUT = ROOT / "build" / "ptx"
+HERE = ROOT / "tests" / "cuda"
+CXX = "clang++" if shutil.which("clang++") else TOOLS[1]  # clang takes a fourth of gcc's time
+INCLUDES = ["-Icsrc", "-Itests/cuda", "-Itests/cuda/ptx"]
+NVCC = os.environ.get("NVCC") or shutil.which("nvcc")
+FILES = sorted(p.relative_to(ROOT) for p in (ROOT / "cuda").glob("*/*.cu") if p.stem != "registry")
+
+
+def compiled(source: str, out: Path, more: list[str], *flags: str) -> Path:
+    """A library of translated PTX."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    cpp = out.with_suffix(".cpp")
+    cpp.write_text(source)
+    options = ["-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-ffp-contract=off", *flags, *INCLUDES]
+    call([CXX, *options, str(cpp), *more, "-o", str(out)])
+    return out
+
+
+def codecs_of(file: Path) -> list[str]:
+    """The codecs whose kernels a file has."""
+    text = (ROOT / file).read_text()
+    return [
+        name.replace("_", "-")
+        for name in re.findall(r"^const sid_cuda_codec sid_cuda_codec_(\w+) =", text, re.M)
+    ]
+
+
+@cache
+def sources() -> str:
+    """A digest of all that the kernels are compiled from."""
+    paths = [
+        p
+        for folder in ("cuda", "csrc", "tests/cuda/ptx")
+        for p in sorted((ROOT / folder).rglob("*"))
+        if p.is_file()
+    ]
+    digest = hashlib.sha256()
+    for p in paths:
+        if p.suffix in (".cu", ".cuh", ".h", ".def", ".py"):
+            digest.update(p.read_bytes())
+    return digest.hexdigest()
+
+
+def translated(file: Path, arch: str, watched: bool) -> Path:
+    """The library of a file's compiled kernels."""
+    folder = OUT / (arch.replace(".", "") + ("-watched" if watched else ""))
+    out, stamp = folder / f"{file.stem}.so", folder / f"{file.stem}.stamp"
+    if out.exists() and stamp.exists() and stamp.read_text() == sources():
+        return out
+    folder.mkdir(parents=True, exist_ok=True)
+    ptx = folder / f"{file.stem}.ptx"
+    options = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc", "-DSID_WITH_CUDA", f'-DSID_CUDA_ARCH="{arch}"']
+    call([str(NVCC), *options, f"-arch=sm_{arch.replace('.', '')}", "-ptx", str(file), "-o", str(ptx)])
+    source, module = translate(ptx.read_text())
+    assert not module.refused, f"{file}: {module.refused.most_common(5)}"
+    compiled(source, out, [], *(["-DSID_PTX_WATCHED"] if watched else []))
+    for kernel, counts in module.opcodes.items():
+        print(f"{file.stem} {arch} {kernel}: " + " ".join(f"{op} {n}" for op, n in counts.most_common()))
+    stamp.write_text(sources())
+    return out
+
+
+def kernels_in(library: Path) -> dict[tuple[str, str], str]:
+    """Each function's place in the emulated extension, by its file ("" if not local) and name."""
+    listed = subprocess.run(
+        ["readelf", "-sW", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    found, file = {}, ""
+    for line in listed.split("Symbol table '.symtab'")[1].splitlines():
+        row = line.split()
+        if len(row) < 8 or not row[0].endswith(":"):
+            continue
+        if row[3] == "FILE":
+            file = Path(row[7]).stem
+        elif row[3] == "FUNC" and row[6] != "UND":
+            name = re.sub(r"^_ZL(?=\d)", "_Z", row[7])  # a static kernel, which nvcc does not mark
+            found[file if row[4] == "LOCAL" else "", name] = row[1]
+    return found
+
+
+def folder_of(libraries: list[Path], extension: Path) -> Path:
+    """SID_PTX's folder: the libraries' own, with the map."""
+    places = kernels_in(extension)
+    lines = []
+    for library in libraries:
+        listed = subprocess.run(
+            ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+        )
+        for name in re.findall(r" T k_(\S+)", listed.stdout):
+            place = places.get((library.stem, name)) or places.get(("", name))
+            if place:  # else nothing launches it, and the host compiler has left it out
+                lines.append(f"{place} {library.name} {name}")
+    folder = libraries[0].parent
+    (folder / "map").write_text("\n".join(lines) + "\n")
+    return folder

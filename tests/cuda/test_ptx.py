@@ -1,0 +1,90 @@
+"""The compiled kernels on a CPU: nvcc's PTX of cuda/, translated to C++ (ptx/translate.py) and run on the
+emulation.
+
+test_cuda.py's own tests compare them with the CPU codecs. `make ptx-check` runs all of it, for two
+architectures; CI takes one file of cuda/ with each commit. It shows what the compiler made, but not ptxas,
+memory order or speed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import test_emulated
+from ptx.build import FILES, NVCC, OUT, codecs_of, folder_of, translated
+from test_emulated import pytestmark  # noqa: F401
+
+with_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc")
+ARCHS = ("9.0", "8.0")
+
+
+def run_compiled(
+    files: list[Path], arch: str, tests: str, share: int, watched: bool = False, only: str = ""
+) -> Counter[str]:
+    """test_cuda.py or another with the files' kernels as compiled; how often each kernel was launched."""
+    package = test_emulated.build(watched)
+    folder = folder_of([translated(f, arch, watched) for f in files], package / "sidcomp" / "_core.so")
+    log = folder / "log"
+    log.unlink(missing_ok=True)
+    test_emulated.run(
+        share,
+        tests,
+        watched,
+        SID_PTX=str(folder),
+        SID_PTX_LOG=str(log),
+        SID_EMULATED_PTX=arch.replace(".", ""),
+        PYTEST_ADDOPTS=f"-k '{only}'" if only else "",
+    )
+    counts: Counter[str] = Counter()
+    for line in log.read_text().splitlines():
+        times, name = line.split(" ", 1)
+        counts[name] += int(times)
+    return counts
+
+
+def check_file(file: Path, arch: str, share: int, watched: bool = False) -> None:
+    only = " or ".join(codecs_of(file))
+    tests = (
+        "tests/cuda/test_cuda.py" if only or file.parts[1] == "core" else "tests/cuda/test_cuda_exchanges.py"
+    )
+    ran = run_compiled([file], arch, tests, share, watched, only)
+    assert any(not name.startswith("-") for name in ran), f"none of the kernels of {file} was launched"
+
+
+@with_nvcc
+def test_the_compiled_kernels_of_one_file() -> None:
+    """Another one with each TURN, which CI counts up; a part of its cases."""
+    files = [f for f in FILES if codecs_of(f)]
+    check_file(files[int(os.environ.get("TURN", "4")) % len(files)], "9.0", share=97)
+
+
+@with_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "tests, share", [("tests/cuda/test_cuda.py", 4), ("tests/cuda/test_cuda_exchanges.py", 2)]
+)
+def test_all_compiled_kernels(arch: str, tests: str, share: int) -> None:
+    ran = run_compiled(FILES, arch, tests, share)
+    assert not [name for name in ran if name.startswith("-")], "kernels that ran as C++"
+
+
+@with_nvcc
+@pytest.mark.slow
+def test_every_access_of_compiled_kernels_watched() -> None:
+    run_compiled(FILES, "9.0", "tests/cuda/test_accesses.py", share=1, watched=True)
+
+
+@with_nvcc
+def test_no_float_operation_leaves_its_rounding_to_the_assembler() -> None:
+    """Without .rn it may contract a product and a sum, and round once. CI's build keeps its PTX."""
+    kept = sorted((OUT / "kept").glob("*.ptx")) + sorted(OUT.glob("[0-9]*/*.ptx"))
+    if not kept:
+        translated(FILES[[f.stem for f in FILES].index("linear")], "9.0", False)
+        kept = sorted(OUT.glob("[0-9]*/*.ptx"))
+    loose = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:add|sub|mul|fma|mad)(?!\S*\.rn\.)\S*\.f(?:32|64)\s.*$", re.M)
+    assert not {p.name: found[:3] for p in kept if (found := loose.findall(p.read_text()))}
