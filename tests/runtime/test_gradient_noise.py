@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch.distributed as dist
 from harness import run
 from sidcomp.integrations.gradient_noise import (
     MEASURED,
+    SAMPLES,
     SKETCHES,
     TURNS,
     GradientNoise,
     RowNoise,
     SketchNoise,
+    _spread,
 )
 from test_local_error import OPTIMIZERS, alike, backward, flat, network
 
@@ -46,6 +49,14 @@ def test_the_estimate_is_that_of_the_second_moments(world: int, signal: float) -
     expected = math.sqrt((signal**2 + 1) / (signal**2 + 1 / world))
     assert noisy == pytest.approx(expected, rel=0.15) and 1 <= noisy <= math.sqrt(world) + 1e-6
     assert clean == pytest.approx(1) and none == 1
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, SAMPLES - 1, SAMPLES, 100, 2**24 + 4, 300_000_000, 2**40 + 1])
+def test_the_samples_are_spread_over_the_whole_parameter(n: int) -> None:
+    places = _spread(n, torch.device("cpu")).tolist()
+    assert len(places) == min(n, SAMPLES)
+    assert places[:1] + places[-1:] == ([0, n - 1] if n else [])
+    assert len({b - a for a, b in pairwise(places)}) <= 2  # distances that differ by one element
 
 
 def with_nan(rank: int, world: int) -> tuple[list[float], list[float]]:

@@ -58,9 +58,7 @@ class GradientNoise:
         self._world = dist.get_world_size(group)
         own = list(map(own_part, self._parameters))
         device = own[0].device
-        self._places = [
-            torch.linspace(0, p.numel() - 1, min(SAMPLES, p.numel()), device=device).long() for p in own
-        ]
+        self._places = [_spread(p.numel(), device) for p in own]
         count = len(self._places)
         sizes = torch.tensor([len(x) for x in self._places], device=device)
         self._of = torch.repeat_interleave(torch.arange(count, device=device), sizes)
@@ -288,6 +286,13 @@ class SketchNoise:
         self._window[: len(window), :, :SKETCHES].copy_(window)
         self._sent = (self._other[: len(sent)].copy_(sent), None) if len(sent) else None
         self._find()
+
+
+def _spread(n: int, device: torch.device) -> torch.Tensor:
+    """The places of a few of n elements: the first, the last, and those at equal distances between them. They
+    are computed in whole numbers, because a float32 would round the last one of a large tensor up to n."""
+    count = min(SAMPLES, n)
+    return torch.arange(count, dtype=torch.int64, device=device) * (n - 1) // max(count - 1, 1)
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor | None:
