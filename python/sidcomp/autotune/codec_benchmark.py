@@ -61,8 +61,9 @@ class Gradients:
     """Synthetic gradients of up to n elements, Laplace-distributed, and their residual; from a seed."""
 
     def __init__(self, n: int, vectors: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed % 2**63)
-        one, other = torch.empty(2, _PERIOD).exponential_(generator=generator)
+        generator = torch.Generator("cpu").manual_seed(seed % 2**63)
+        both = torch.empty(2, _PERIOD, dtype=torch.float32, device="cpu")
+        one, other = both.exponential_(generator=generator)
         self.dtype = dtype
         self.residual = _tiled(_FILLED * (one - other), vectors * n, torch.float32, torch.device("cpu"))
         self.values = _tiled(one - other, n + _POOL * _SHIFT, dtype, device)

@@ -118,7 +118,7 @@ class Exchanges(Exchanging):
         name = "all-gather" if wire.gather else f"all-reduce of {DTYPES[wire.dtype]}"
         super().__init__(name, sizes, call_s)
         self.wire, self.exchange = wire, exchange
-        self.tick = torch.zeros(1, device=exchange.device)
+        self.tick = torch.zeros(1, dtype=torch.float32, device=exchange.device)
 
     def measure(self, nbytes: int, repeats: int) -> Samples:
         message, device = self.message(nbytes), self.exchange.device
@@ -202,7 +202,7 @@ class Product:
     `beside_ns`."""
 
     def __init__(self, beside_ns: int | None = None) -> None:
-        self.a, self.b, self.c = (torch.ones(256, 256) for _ in range(3))
+        self.a, self.b, self.c = (torch.ones(256, 256, dtype=torch.float32, device="cpu") for _ in range(3))
         self.beside_ns = beside_ns
 
     def run(self) -> None:

@@ -117,7 +117,7 @@ class MessageExchanges(Exchanging):
     ) -> None:  # fmt: skip
         super().__init__(candidate.name, sizes, call_s)
         self.candidate, self.exchange, self.gradients, self.isa = candidate, exchange, gradients, isa
-        self.tick = torch.zeros(1, device=exchange.device)
+        self.tick = torch.zeros(1, dtype=torch.float32, device=exchange.device)
 
     def measure(self, nbytes: int, repeats: int) -> Samples:
         group, samples, device = self.message(nbytes), [], self.gradients.values.device

@@ -190,12 +190,12 @@ def _cut(parts: Sequence[dict[str, Any]], units: Sequence["_Unit"]) -> dict[str,
             whole = torch.cat([x.view(len(x), each, width) for x in pieces], 1)[:, :rows]
             start = unit.place()[0] * shape[0]
             own = whole[:, start : start + shape[0]]
-            out = torch.zeros(len(whole), shape[0], width)
+            out = whole.new_zeros(len(whole), shape[0], width)
             out[:, : own.shape[1]] = own
             residuals[name] = out.flatten(1)
     if gone := [name for s in parts for name in s["residuals"] if name not in shapes]:
         raise CheckpointError(f"the states are of another model: this one lacks {shorten(gone)}")
-    none = torch.zeros(0, dtype=torch.uint8)
+    none = torch.zeros(0, dtype=torch.uint8, device="cpu")
     layout = [
         {**g, "shapes": [list(shapes[n]) for n in g["names"]], "header": none, "extra": none}
         for g in parts[0]["layout"]

@@ -60,11 +60,12 @@ class GradientNoise:
         device = own[0].device
         self._places = [_spread(p.numel(), device) for p in own]
         count = len(self._places)
-        sizes = torch.tensor([len(x) for x in self._places], device=device)
-        self._of = torch.repeat_interleave(torch.arange(count, device=device), sizes)
-        self._message = torch.zeros(len(self._of) + count, device=device)
+        sizes = torch.tensor([len(x) for x in self._places], dtype=torch.int64, device=device)
+        self._of = torch.repeat_interleave(torch.arange(count, dtype=torch.int64, device=device), sizes)
+        self._message = torch.zeros(len(self._of) + count, dtype=torch.float32, device=device)
         self._slots = torch.split(self._message[: len(self._of)], sizes.tolist())
-        self._sums = torch.zeros(2, count, device=device)  # of squares: the means', the ranks' own
+        # of squares: the means', the ranks' own
+        self._sums = torch.zeros(2, count, dtype=torch.float32, device=device)
         self._work: Any = None
         self._find()
 
@@ -97,7 +98,7 @@ class GradientNoise:
 
     def _squares(self, samples: torch.Tensor) -> torch.Tensor:
         """The sum of squares of each parameter's samples."""
-        return torch.zeros(len(self._places), device=samples.device).index_add_(0, self._of, samples.square())
+        return samples.new_zeros(len(self._places)).index_add_(0, self._of, samples.square())
 
     def _find(self) -> None:
         means, own = self._sums
@@ -160,18 +161,21 @@ class SketchNoise:
             (p.shape[0], p.numel() // p.shape[0]) if p.dim() > 1 and p.numel() else (1, p.numel())
             for p in self._values
         ]
-        signs = torch.Generator().manual_seed(0)
+        signs = torch.Generator("cpu").manual_seed(0)
         rows, columns = (max(of) + _SHIFTS for of in zip(*self._matrices, strict=True))
         self._left = _signs((SKETCHES, rows), signs).to(device)
         self._right = _signs((columns,), signs).to(device)
         # what is left of a running sum after 0, 1, ... measured steps
-        ages = self._stride * torch.arange(MEASURED + 1, device=device)
-        self._left_after = torch.tensor([max(d, _DECAY) for d in decays], device=device) ** ages[:, None]
+        ages = self._stride * torch.arange(MEASURED + 1, dtype=torch.int64, device=device)
+        left = torch.tensor([max(d, _DECAY) for d in decays], dtype=torch.float32, device=device)
+        self._left_after = left ** ages[:, None]
         self._steps = 0  # of the optimizer
         self._measured = 0  # steps since the last exchange
         # what was measured since the last exchange, and what the last exchange sent
-        self._window, self._other = torch.zeros(2, MEASURED, count, SKETCHES + 1, device=device)
-        self._sums = torch.zeros(2, count, device=device)  # of squares: the means', the ranks' own
+        sizes = MEASURED, count, SKETCHES + 1
+        self._window, self._other = torch.zeros(2, *sizes, dtype=torch.float32, device=device)
+        # of squares: the means', the ranks' own
+        self._sums = torch.zeros(2, count, dtype=torch.float32, device=device)
         self._sent: tuple[torch.Tensor, Any] | None = None  # what is being summed, and the work
         self._find()
 
@@ -303,7 +307,8 @@ def _gradient(p: torch.Tensor) -> torch.Tensor | None:
 
 
 def _signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 2, shape, generator=generator).float().mul_(2).sub_(1)
+    signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.int64, device=generator.device)
+    return signs.float().mul_(2).sub_(1)
 
 
 class RowNoise:
@@ -338,13 +343,15 @@ class RowNoise:
         self._rows = rows
         ends = list(accumulate(rows, initial=0))
         widths = [p.numel() // k for p, k in zip(own, rows, strict=True)]
-        self._sums = torch.zeros(2, ends[-1], device=device)  # of squares: the means', the ranks' own
-        self._found = torch.ones(ends[-1], device=device)
+        # of squares: the means', the ranks' own
+        self._sums = torch.zeros(2, ends[-1], dtype=torch.float32, device=device)
+        self._found = torch.ones(ends[-1], dtype=torch.float32, device=device)
         self.factors = [
             self._found[a:b].view([b - a, *[1] * (p.dim() - 1)][: p.dim()])
             for (a, b), p in zip(pairwise(ends), own, strict=True)
         ]
-        decay = torch.tensor([max(d**TURNS, SHORTEST) for d in decays])
+        left = [max(d**TURNS, SHORTEST) for d in decays]
+        decay = torch.tensor(left, dtype=torch.float32, device=device)
         self._turns = [_Turn(rows, widths, decay, turn, device) for turn in range(TURNS)]
         self._signs = torch.Generator(device)
         self._exchanges = 0
@@ -358,8 +365,7 @@ class RowNoise:
         self._exchanges += 1
         turn = self._turns[self._exchanges % TURNS]
         self._signs.manual_seed(self._exchanges)
-        signs = torch.randint(0, 2, (turn.width,), generator=self._signs, device=self._sums.device)
-        signs = signs.float().mul_(2).sub_(1)
+        signs = _signs((turn.width,), self._signs)
         for p, rows, projected, own in zip(self._parameters, self._rows, *turn.parts, strict=True):
             gradient = _gradient(p)
             if gradient is None or not len(own):
@@ -434,10 +440,10 @@ class _Turn:
         counts = [len(range(number, k, TURNS)) for k in rows]
         self.width = max((w for w, n in zip(widths, counts, strict=True) if n), default=0)
         ends = accumulate(rows, initial=0)
-        places = [torch.arange(a, b)[number::TURNS] for a, b in pairwise(ends)]
-        self.places = torch.cat(places).to(device)
-        self.decay = decay.repeat_interleave(torch.tensor(counts)).to(device)
-        self.message = torch.zeros(2, sum(counts), device=device)
+        of_all = torch.arange(sum(rows), dtype=torch.int64, device=device)
+        self.places = torch.cat([of_all[a:b][number::TURNS] for a, b in pairwise(ends)])
+        self.decay = decay.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device=device))
+        self.message = torch.zeros(2, sum(counts), dtype=torch.float32, device=device)
         self.bytes = 4 * 2 * sum(counts)
         projected, self.own = self.message
         self.parts = projected.split(counts), self.own.split(counts)

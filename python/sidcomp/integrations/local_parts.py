@@ -225,7 +225,7 @@ class Part:
         n = sum(p.numel() for p in self.parameters)
         if not self.host or first.device.type == "cpu":
             return torch.zeros(n, dtype=first.dtype, device=first.device)
-        return torch.zeros(n, dtype=first.dtype, pin_memory=torch.cuda.is_available())
+        return torch.zeros(n, dtype=first.dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
     def views(self, x: torch.Tensor) -> list[torch.Tensor]:
         """A vector's parts, with the parameters' shapes."""

@@ -137,7 +137,7 @@ class Shards:
     def _smallest(self, number: int) -> int:
         """Of the numbers that these ranks give."""
         assert self._mesh is not None
-        smallest = torch.tensor([number], device=self._mesh.device_type)
+        smallest = torch.tensor([number], dtype=torch.int64, device=self._mesh.device_type)
         for dim in range(self._mesh.ndim):
             dist.all_reduce(smallest, dist.ReduceOp.MIN, self._mesh.get_group(dim))
         return int(smallest.item())

@@ -143,10 +143,11 @@ def gather(saved: dict[str, Any], group: dist.ProcessGroup, device: torch.device
         return []
     states = [saved]
     for r in range(1, world):
-        whole = torch.empty(int(sizes[r]), dtype=torch.uint8)
+        whole = torch.empty(int(sizes[r]), dtype=torch.uint8, device="cpu")
         for part in torch.split(whole, _PART):
             came = torch.empty(len(part), dtype=torch.uint8, device=device)
             dist.recv(came, dist.get_global_rank(group, r), group)
             part.copy_(came)
-        states.append(torch.load(io.BytesIO(whole.numpy().tobytes()), weights_only=True))
+        data = io.BytesIO(whole.numpy().tobytes())
+        states.append(torch.load(data, weights_only=True, map_location="cpu"))
     return states

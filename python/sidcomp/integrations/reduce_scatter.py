@@ -138,9 +138,10 @@ class ReduceScatter:
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory, for this rank: float32 of shape (shards, vectors, elements of a shard)."""
         if self._plan is None:
-            return self._waiting or {"step": 0, "residuals": torch.zeros(0)}
+            none = torch.zeros(0, dtype=torch.float32, device="cpu")
+            return self._waiting or {"step": 0, "residuals": none}
         n, _, world = self._of
-        out = torch.zeros(world, self._plan.vectors, n)
+        out = torch.zeros(world, self._plan.vectors, n, dtype=torch.float32, device="cpu")
         for shard in range(world) if self._plan.vectors else ():
             self._plan.residual_out(self._states.ptr + shard * self._apart, out[shard].data_ptr())
         return {"step": self.step, "residuals": out}
@@ -160,7 +161,7 @@ class ReduceScatter:
                 f"shards, {self._plan.vectors} vectors and {n} elements: load the state of this rank, this "
                 "mesh and this codec"
             )
-        values = values.float().contiguous()
+        values = values.to("cpu", torch.float32).contiguous()
         for shard in range(world) if values.numel() else ():
             self._plan.residual_in(self._states.ptr + shard * self._apart, values[shard].data_ptr())
         self.step = step

@@ -39,7 +39,8 @@ Residuals = dict[str, Kept]
 
 def residual_of(g: Group, out: torch.Tensor | None = None) -> torch.Tensor:
     """Returns the contents of the group's memory: (vectors, n) float32 on the CPU. out: one to fill."""
-    out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32) if out is None else out
+    if out is None:
+        out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32, device="cpu")
     with g.host_state() as state:
         g.plan.residual_out(state, out.data_ptr())
     return out
@@ -80,7 +81,7 @@ def _headers(g: Group) -> list[int]:
 
 
 def _save_group(g: Group) -> dict[str, Any]:
-    header = extra = torch.zeros(0, dtype=torch.uint8)
+    header = extra = torch.zeros(0, dtype=torch.uint8, device="cpu")
     if not g.direct:
         header = torch.cat([header, *(g.state.tensor[at : at + STATE_HEADER].cpu() for at in _headers(g))])
         extra = g.state.tensor[g.states.codec_bytes].cpu().clone()
@@ -189,7 +190,7 @@ class Resume:
                 try:
                     values = self._values(g, exchange.world, rates)
                 except Exception as e:  # the other ranks of the node wait for this one's part
-                    failure, values = failure or e, torch.zeros(g.plan.vectors, g.n)
+                    failure, values = failure or e, _zeros(g.plan.vectors, g.n)
                 if g.in_messages and g.message_plan.choice.local > 1:
                     local = g.message_plan.choice.local
                     first = exchange.rank // local * local
@@ -225,7 +226,7 @@ class Resume:
         """Returns the new contents of the group's memory: (vectors, n)."""
         kept = [self.residuals.get(p.name) for p in g.spec.pieces]
         parts = [
-            torch.zeros(g.plan.vectors, p.numel)
+            _zeros(g.plan.vectors, p.numel)
             if r is None
             else _fit(g, _at_rate(g, r, 1.0 if rates is None else rates.since(p.name, r.rate)), world)
             for p, r in zip(g.spec.pieces, kept, strict=True)
@@ -235,6 +236,11 @@ class Resume:
     def rescale(self, factor: float) -> None:
         self.residuals = rescaled(self.residuals, factor)
         self.source = {**self.source, "residuals": {name: r.values for name, r in self.residuals.items()}}
+
+
+def _zeros(vectors: int, n: int) -> torch.Tensor:
+    """What a memory holds before the first step."""
+    return torch.zeros(vectors, n, dtype=torch.float32, device="cpu")
 
 
 def _without(of: dict[str, Any], gone: set[str]) -> dict[str, Any]:
@@ -265,7 +271,7 @@ def _fit(g: Group, kept: Kept, world: int) -> torch.Tensor:
     if was != local:
         values = torch.cat([values[:own] * (was / local), values[own:]])
     if common and not kept.common:
-        values = torch.cat([values, torch.zeros(1, values.shape[1])])
+        values = torch.cat([values, _zeros(1, values.shape[1])])
     return values
 
 
@@ -275,7 +281,7 @@ def _at_rate(g: Group, kept: Kept, factor: float) -> Kept:
         return kept
     own = len(kept.values) - kept.common
     owed = min(_unsent(g.plan.memory), own)
-    factors = torch.ones(len(kept.values), 1)
+    factors = torch.ones(len(kept.values), 1, dtype=torch.float32, device="cpu")
     factors[:owed] = factor
     factors[own:] = factor
     return kept._replace(values=kept.values * factors)
@@ -385,7 +391,7 @@ def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, part
         if common:
             total = torch.cat([total[:1] + len(states) // local * total[-1:], total[1:-1]])
         total = total * local
-        over = torch.full((len(total), 1), float(parts), dtype=torch.float64)
+        over = torch.full((len(total), 1), float(parts), dtype=torch.float64, device="cpu")
         over[_unsent(first["memory"]) :] = len(states)
         residuals[name] = (total / over).float()
     return {**first, "world": world, "rank": rank, "residuals": residuals, "shared": {}}

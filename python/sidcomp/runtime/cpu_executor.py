@@ -102,7 +102,7 @@ class CpuExecutor:
     def residual(self, group: Group) -> Sequence[Residual]:
         plan = group.plan
         if group.shown is None:
-            group.shown = torch.empty(plan.vectors, group.n)
+            group.shown = torch.empty(plan.vectors, group.n, dtype=torch.float32, device="cpu")
         plan.residual_out(group.state.ptr, group.shown.data_ptr())
         parts = [Residual(0, group.shown[0], False)]
         if group.in_messages and group.message_plan.common:

@@ -39,7 +39,7 @@ class Resident:
         self.shown = shown  # pinned memory, which the device writes
         self.latest = _core.Report(shown.data_ptr())
         self.mark = 0  # step + 1 of the last step that was enqueued
-        self.table = torch.empty(0)
+        self.table = torch.empty(0, dtype=torch.uint8, device=device)
         self.placed_for: _core.Segments | None = None
         # by the address of the state
         self.buffers: dict[int, _core.DeviceBuffers] = {}
@@ -155,7 +155,7 @@ class CudaExecutor:
         # checksums of all ranks that are being copied to the host: a function that waits, the copy, the step
         self._late: list[tuple[Callable[[], None], torch.Tensor, int]] = []
         self._spare: list[torch.Tensor] = []  # buffers for further copies
-        self._kept_table = torch.empty(0)  # for `cancel`
+        self._kept_table = torch.empty(0, dtype=torch.uint8, device=device)  # for `cancel`
         self._kept_by: list[_core.DeviceGroup] = []
         self._enter()
         # A State that is dropped without close() may leave a step on the device, which writes to that memory.
@@ -209,11 +209,14 @@ class CudaExecutor:
         return wait
 
     def _shown(self) -> torch.Tensor:
-        return torch.zeros(_core.cuda_report_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(_core.cuda_report_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _send_home(self, x: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
         """Starts a copy to the host. Returns a function that waits for it, and the copy."""
-        seen = self._spare.pop() if self._spare else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        if self._spare:
+            seen = self._spare.pop()
+        else:
+            seen = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         seen.copy_(x, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self.stream)

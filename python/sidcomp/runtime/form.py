@@ -164,7 +164,7 @@ class InPlaceForm(Form):
 
     def __init__(self, plan: Any) -> None:
         super().__init__(plan)
-        self._view = torch.empty(0)
+        self._view = _nothing()
         self.address = self._size = 0
         self.slices = [self._view]
 
@@ -184,7 +184,7 @@ class InPlaceForm(Form):
 
     def let_go(self) -> None:
         super().let_go()
-        self._view = self.slices[0] = torch.empty(0)
+        self._view = self.slices[0] = _nothing()
 
     def advance(
         self, round: int, buffers: _core.Buffers, at: Moment, carry: float = 1.0, origin: int = 0
@@ -248,6 +248,10 @@ def make_form(plan: Any, work_bytes: int, world: int, device: torch.device) -> C
     if isinstance(plan, MessagePlan):
         return MessageForm(plan, work_bytes, device)
     return CollectiveForm(plan, work_bytes, world, device)
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _poison(body: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class _Stepped:
             )
         found = getattr(optimizer, "found_inf", None)  # a scaler sets it during the step of a fused optimizer
         if isinstance(found, torch.Tensor) and found.is_cuda:
-            home = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            home = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
             found = home.copy_(found, non_blocking=True)
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.copied.record()
@@ -152,7 +152,7 @@ class Watch:
         if not isinstance(scale, torch.Tensor) or not scale.is_cuda:
             return
         if self._home is None:
-            self._home = torch.empty(scale.shape, dtype=scale.dtype, pin_memory=True)
+            self._home = torch.empty(scale.shape, dtype=scale.dtype, device="cpu", pin_memory=True)
         self._home.copy_(scale, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()

@@ -341,7 +341,7 @@ class RoundExchange(Exchange):
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        out = torch.empty(self.world * len(data), dtype=torch.uint8)
+        out = torch.empty(self.world * len(data), dtype=torch.uint8, device="cpu")
         self.wait(cast(_Work, self.all_gather(out, mine)).future)
         flat = bytes(out.numpy())
         return [flat[i * len(data) : (i + 1) * len(data)] for i in range(self.world)]

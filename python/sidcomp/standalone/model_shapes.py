@@ -312,9 +312,10 @@ def of_module(module: Any, input_shape: Sequence[int], name: str = "the model") 
     for prefix, inner in module.named_modules():
         if isinstance(inner, (*convolutions, torch.nn.Linear)):
             watch(prefix, inner)
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
     try:
         with torch.no_grad():
-            module.eval()(torch.empty(*input_shape, device="meta"))
+            module.eval()(torch.empty(*input_shape, dtype=dtype, device="meta"))
         about = "backward work in proportion to the multiplications of an input of " + " x ".join(
             map(str, input_shape[1:])
         )
