@@ -1,9 +1,10 @@
-"""Rules for the package's own source that no linter knows: nothing depends on torch's defaults."""
+"""Rules for the package's own source that no linter knows: nothing depends on torch's defaults, and one
+function alone takes the addresses that the core gets."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,20 +24,49 @@ NEEDS = {f.__name__: BOTH for f in _device._device_constructors()} | {
     "Generator": ("device",),
     "load": ("map_location",),
 }
+# Where an address is compared with another one, and no call of the core gets it.
+COMPARED = {
+    "integrations/fsdp.py: _Unit.complete",  # does the gradient lie in this buffer?
+    "integrations/process_group.py: Place.of",
+    "integrations/process_group.py: Place.holds",
+}
+# What checks first.
+CHECKED = {
+    "address.py: address",
+    "address.py: _elsewhere",
+    "standalone/compressor.py: _look",  # arrays of numpy
+    "standalone/compressor.py: _empty",
+    "standalone/compressor.py: _Block.__init__",
+}
+ADDRESSES = {
+    "data_ptr",
+    "mutable_data_ptr",
+    "const_data_ptr",
+    "ctypes",
+    "addressof",
+    "__array_interface__",
+    "__cuda_array_interface__",
+}
 
 
-def nodes(tree: ast.AST, within: tuple[str, ...] = ()) -> Iterator[tuple[ast.AST, str, ast.AST]]:
-    """Each node, the class and function that it is in, and its parent."""
-    for child in ast.iter_child_nodes(tree):
-        yield child, ".".join(within), tree
-        named = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        yield from nodes(child, (*within, child.name) if named else within)  # type: ignore[attr-defined]
+@cache
+def nodes(source: str) -> list[tuple[ast.AST, str, ast.AST]]:
+    """Each node of a file, the class and function that it is in, and its parent."""
+    found: list[tuple[ast.AST, str, ast.AST]] = []
+    todo: list[tuple[ast.AST, str]] = [(ast.parse(source), "")]
+    for parent, within in todo:
+        if isinstance(parent, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            within = f"{within}.{parent.name}".removeprefix(".")
+        for child in ast.iter_child_nodes(parent):
+            found.append((child, within, parent))
+            todo.append((child, within))
+    return found
 
 
-def of_torch(tree: ast.AST) -> dict[str, str]:
+def of_torch(source: str) -> dict[str, str]:
     """The names that a file imports from torch, and what they stand for."""
     names = {}
-    for node in ast.walk(tree):
+    for node, *_ in nodes(source):
         if isinstance(node, ast.Import):
             for one in node.names:
                 if one.name.split(".")[0] == "torch":
@@ -69,9 +99,8 @@ def lacking(call: ast.Call, what: str) -> list[str]:
 
 def defaults(source: str) -> list[str]:
     """Where a file leaves a dtype or a device to torch.set_default_dtype and torch.set_default_device."""
-    tree, found = ast.parse(source), []
-    names = of_torch(tree)
-    for node, where, parent in nodes(tree):
+    found, names = [], of_torch(source)
+    for node, where, parent in nodes(source):
         what = spelt(node, names)
         if not what:
             continue
@@ -87,6 +116,16 @@ def defaults(source: str) -> list[str]:
     return found
 
 
+def addresses(source: str, file: str) -> list[str]:
+    """Where a file takes the address of memory."""
+    return [
+        f"{file}: {where}, line {node.lineno}: {node.attr}"
+        for node, where, _ in nodes(source)
+        if isinstance(node, ast.Attribute) and node.attr in ADDRESSES
+        and f"{file}: {where}" not in COMPARED | CHECKED
+    ]  # fmt: skip
+
+
 def files() -> dict[str, str]:
     return {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
@@ -94,6 +133,11 @@ def files() -> dict[str, str]:
 def test_nothing_in_the_package_depends_on_torchs_default_dtype_and_device() -> None:
     found = {file: lines for file, source in files().items() if (lines := defaults(source))}
     assert not found, "\n".join(f"{file}: {line}" for file, lines in found.items() for line in lines)
+
+
+def test_one_function_takes_the_addresses_that_the_core_gets() -> None:
+    found = [line for file, source in files().items() for line in addresses(source, file)]
+    assert not found, "use sidcomp.address.address:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -139,3 +183,31 @@ def test_the_rule_passes_what_is_explicit(source: str) -> None:
 def test_the_rule_finds_what_is_left_to_torch(source: str, lacks: str) -> None:
     (line,) = defaults(source)
     assert lacks in line
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x.data_ptr()",
+        "f = x.data_ptr",
+        "a.ctypes.data",
+        "ctypes.addressof(b)",
+        "x.untyped_storage().data_ptr()",
+    ],
+)
+def test_the_rule_finds_addresses(source: str) -> None:
+    inside = f"def address(x):\n    {source}"
+    assert addresses(inside, "address.py") == []
+    assert len(addresses(inside, "runtime/group.py")) == 1
+    assert len(addresses(source, "address.py")) == 1
+
+
+def test_what_the_rules_except_is_there() -> None:
+    """Nothing is excepted that has gone."""
+    excepted = {
+        f"{file}: {where}"
+        for file, source in files().items()
+        for node, where, _ in nodes(source)
+        if isinstance(node, ast.Attribute) and node.attr in ADDRESSES
+    }
+    assert excepted == COMPARED | CHECKED

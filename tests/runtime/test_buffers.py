@@ -8,9 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from buffers import Block, Rank, Vector
 from reference import Step
 from sidcomp import _core
+from sidcomp.address import address
+from sidcomp.errors import ArgumentError
+from sidcomp.runtime.block import Block as Memory
+from sidcomp.runtime.bucket import Bucket
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 N = 100
 AT = {"step": 0, "seed": 0, "group": 0, "rank": 0, "world": 1}
@@ -167,3 +173,71 @@ def test_a_loopback_takes_one_of_each_rank() -> None:
     for exchanges, buffers in (([], []), ([x], []), ([], [rank.buffers(v)]), ([x], [rank.buffers(v)] * 2)):
         with pytest.raises(_core.ArgumentError, match="at least one rank, and Buffers for each rank"):
             _core.loopback(exchanges, buffers, step=0, seed=0, group=0)
+
+
+# ---- tensors
+# ------------------------------------------------------------------------------------------------------------
+
+
+def freed(first: int) -> torch.Tensor:
+    """Elements from `first` on of a tensor whose memory is free, as FSDP frees what it has gathered."""
+    x = torch.zeros(first + N)[first:]
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def test_the_address_is_where_a_tensor_begins() -> None:
+    x = torch.zeros(2, 3, N)
+    for part in (x, x[1], x[1, 2], x.flatten()[7:]):
+        assert address(part, "x", torch.float32, part.numel()) == part.data_ptr()
+    assert address(x[:0], "x", torch.float32, 0, torch.device("cpu")) == 0
+
+
+@pytest.mark.parametrize(
+    "x, wrong",
+    [
+        (torch.zeros(N, dtype=torch.float64), "x: is torch.float64; pass a plain, contiguous tensor of 100 "),
+        (torch.zeros(N, dtype=torch.bfloat16), "is torch.bfloat16"),
+        (torch.zeros(N, dtype=torch.int32), "is torch.int32"),
+        (torch.zeros(N, device="meta"), "is on meta"),
+        (torch.zeros(N - 1), "has 99 elements"),
+        (torch.zeros(N + 1), "has 101 elements"),
+        (torch.zeros(2 * N)[::2], "is not dense and contiguous"),
+        (torch.zeros(10, 10).T, "is not dense and contiguous"),
+        (torch.zeros(1).expand(N), "is not dense and contiguous"),
+        (torch.zeros(N)._neg_view(), "pending signs"),
+        (freed(0), "has no memory for all of its elements"),
+        (freed(N), "has no memory for all of its elements"),
+        (torch.zeros(N).to_sparse(), "is not dense and contiguous"),
+        (FakeTensorMode().from_tensor(torch.zeros(N)), "is a FakeTensor without memory of its own"),
+    ],
+)
+def test_the_core_gets_no_address_of_another_tensor(x: torch.Tensor, wrong: str) -> None:
+    with pytest.raises(ArgumentError, match=wrong):
+        address(x, "x", torch.float32, N)
+
+
+def test_the_core_gets_no_address_of_another_device() -> None:
+    with pytest.raises(ArgumentError, match=r"is on cpu; pass a plain, contiguous tensor .* on cuda:0"):
+        address(torch.zeros(N), "x", torch.float32, N, torch.device("cuda:0"))
+
+
+def test_a_part_of_memory_lies_inside() -> None:
+    whole = Memory(256)
+    assert whole.part(128, 128).ptr == whole.ptr + 128
+    with pytest.raises(ArgumentError, match="has 127 elements; pass a plain, contiguous tensor of 128"):
+        whole.part(129, 128)
+
+
+def test_a_bucket_takes_no_other_buffer_than_it_was_made_for() -> None:
+    bucket = Bucket(["a.weight"], [(N,)], torch.zeros(N))
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    first, second = torch.zeros(N), torch.zeros(N)
+    assert [bucket.open(x, future, 1) for x in (first, first, second)] == [True, False, True]
+    for wrong in (torch.zeros(N - 1), torch.zeros(N, dtype=torch.float64), torch.zeros(2 * N)[::2]):
+        with pytest.raises(ArgumentError, match=r"^the gradients of a\.weight: "):
+            bucket.open(wrong, future, 1)
+        assert bucket.ptr == second.data_ptr() and bucket.buffer is second
+    bucket.let_go()
+    assert bucket.ptr is None and bucket.fits(first)
+    assert bucket.open(second, future, 1)

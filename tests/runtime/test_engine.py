@@ -36,7 +36,10 @@ class Named:
         self.model = Model(dist.group.WORLD, SHAPES, {})  # type: ignore[arg-type]
         self.buffers = [torch.zeros(sum(torch.Size(SHAPES[n]).numel() for n in names)) for names in BUCKETS]
 
-    def average(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    def average(
+        self, named: dict[str, Tensor], instead: dict[int, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """instead: of the buffer of a bucket, by number."""
         for names, buffer in zip(BUCKETS, self.buffers, strict=True):
             buffer.copy_(torch.cat([named[n].reshape(-1) for n in names]))
         if self.engine.layout is None:
@@ -44,7 +47,7 @@ class Named:
                 self.model,
                 [Bucket(ns, [SHAPES[n] for n in ns], b) for ns, b in zip(BUCKETS, self.buffers, strict=True)],
             )
-        futures = [self.engine.ready(i, buffer) for i, buffer in enumerate(self.buffers)]
+        futures = [self.engine.ready(i, (instead or {}).get(i, b)) for i, b in enumerate(self.buffers)]
         out: dict[str, Tensor] = {}
         for names, future in zip(BUCKETS, futures, strict=True):
             parts = future.wait().split([torch.Size(SHAPES[n]).numel() for n in names])
@@ -147,6 +150,39 @@ def gives_up(rank: int, world: int) -> tuple[str, bool]:
 def test_a_step_can_be_given_up() -> None:
     for text, same in run(gives_up, 2):
         assert "given up" in text and same
+
+
+def gives_another_buffer(rank: int, world: int, codec: str, at: int) -> str:
+    """In step `at` rank 1 gives another tensor than that of its second bucket."""
+    door = Named(codec, groups="bucket")
+    for step in range(at):
+        door.average(gradients(rank, step))
+        door.engine.quiet()
+        door.engine.let_go()
+    try:
+        door.average(gradients(rank, at), {1: torch.zeros(60)[::2]} if rank else {})
+        text = ""
+    except Exception as e:
+        text = f"{type(e).__name__}: {e}"
+        door.engine.abandon(e)
+        door.engine.quiet()  # the other groups still read their buffers
+    averages = door.average(gradients(0, at + 1))
+    if codec == "none":
+        assert all(torch.equal(averages[n], x) for n, x in gradients(0, at + 1).items())
+    door.engine.close()
+    return text
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_tensor_that_the_core_cannot_read_is_refused_and_the_others_learn_of_it(
+    codec: str, at: int
+) -> None:
+    others, mine = run(gives_another_buffer, 2, codec, at)
+    assert mine.startswith(
+        "ArgumentError: the gradients of a.bias: is not dense and contiguous; pass a plain"
+    )
+    assert "group 1 (a.bias), payload of rank 1" in others
 
 
 def test_a_step_waits_for_what_was_entered() -> None:

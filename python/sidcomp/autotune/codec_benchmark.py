@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sidcomp import core as _core
+from sidcomp.address import address
 from sidcomp.autotune.collective_benchmark import Samples, Series, clock
 from sidcomp.config.exchange_choice import ExchangeChoice, MessagePlan
 from sidcomp.config.registry import Codec, resolve
@@ -74,7 +75,14 @@ class Gradients:
 
     def segments(self, n: int) -> list[_core.Segments]:
         """The segments of _POOL steps. Tensors keep their memory, so the addresses stay valid."""
-        return [_core.Segments([self.gradient(n, i).data_ptr()], [n]) for i in range(_POOL)]
+        return [self._segments(self.gradient(n, i), n) for i in range(_POOL)]
+
+    def target(self, n: int) -> _core.Segments:
+        """The segments of a vector to decode to."""
+        return self._segments(self.out[:n], n)
+
+    def _segments(self, x: torch.Tensor, n: int) -> _core.Segments:
+        return _core.Segments([address(x, "a synthetic gradient", self.dtype, n, self.values.device)], [n])
 
 
 def _tiled(tile: torch.Tensor, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -123,7 +131,9 @@ def filled_state(plan: Any, source: Gradients, device: torch.device) -> Block:
     state = Block(plan.state_bytes, device)
     if plan.vectors:
         kept = state if device.type == "cpu" else Block(plan.state_bytes)
-        plan.residual_in(kept.ptr, source.residual.data_ptr())
+        n = plan.vectors * plan.n
+        residual = address(source.residual[:n], "a synthetic residual", torch.float32, n)
+        plan.residual_in(kept.ptr, residual)
         state.tensor.copy_(kept.tensor)
     return state
 
@@ -137,7 +147,7 @@ class OnCpu:
         self.state = filled_state(plan, source, device)
         self.at = Moment(0, 0, 0, exchange.rank, exchange.world)
         self.segments = source.segments(plan.n)
-        self.out = _core.Segments([source.out.data_ptr()], [plan.n])
+        self.out = source.target(plan.n)
         self._prepare(device)
 
     def _work_bytes(self, plan: Any) -> int:
@@ -159,14 +169,14 @@ class OnCuda(OnCpu):
         self.report = Block(64, device)  # nobody reads it
         where = {"device": device.index or 0, "stream": torch.cuda.current_stream(device).cuda_stream}
         self.calls = CudaCollectiveCalls(self.form, 0, self.report.ptr, where)
-        self.tables: list[torch.Tensor] = []  # DeviceBuffers do not keep them alive
+        self.tables: list[Block] = []  # DeviceBuffers do not keep them alive
         self.on_device = [self._on_device(segments, self.state.ptr, device) for segments in self.segments]
         self.into = self._on_device(self.out, 0, device)
 
     def _on_device(self, segments: _core.Segments, state: int, device: torch.device) -> _core.DeviceBuffers:
-        table = torch.frombuffer(bytearray(segments.table()), dtype=torch.uint8).to(device)
-        self.tables.append(table)
-        return _core.DeviceBuffers(table.data_ptr(), 1, state, self.form.scratch.ptr, self.form.payload.ptr)
+        self.tables.append(Block.of(segments.table(), device))
+        table = self.tables[-1].ptr
+        return _core.DeviceBuffers(table, 1, state, self.form.scratch.ptr, self.form.payload.ptr)
 
     def _work_bytes(self, plan: Any) -> int:
         return int(plan.cuda_work_bytes())

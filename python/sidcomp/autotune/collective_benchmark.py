@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import core as _core
+from sidcomp.address import address
 from sidcomp.errors import ExchangeError
 from sidcomp.runtime.block import BODIES, DTYPES
 from sidcomp.runtime.process_group import Exchange
@@ -153,8 +154,9 @@ class Exchanges(Exchanging):
         if self.wire.scaled and part.is_cuda:
             part.mul_(1.0 / self.exchange.world)
         elif self.wire.scaled:
-            segments = _core.Segments([part.data_ptr()], [part.numel()])
-            _core.scale(segments, DTYPES[part.dtype], 1.0 / self.exchange.world)
+            at = address(part, "a synthetic gradient", self.wire.dtype, part.numel())
+            segments = _core.Segments([at], [part.numel()])
+            _core.scale(segments, DTYPES[self.wire.dtype], 1.0 / self.exchange.world)
         return self.exchange.all_reduce(part)
 
 

@@ -28,8 +28,9 @@ class Travelling:
         device = source.values.device
         self.form: Form = MessageForm(message_plan, self._work_bytes(), device)
         self.state = filled_state(message_plan, source, device)
-        self.vector = Block(message_plan.n * source.dtype.itemsize, device).tensor.view(source.dtype)
-        self.segments = _core.Segments([self.vector.data_ptr()], [message_plan.n])
+        memory = Block(message_plan.n * source.dtype.itemsize, device)
+        self.vector = memory.tensor.view(source.dtype)
+        self.segments = _core.Segments([memory.ptr], [message_plan.n])
         self.at = Moment(0, 0, 0, exchange.rank, exchange.world)
         self.transport = self._transport(exchange)
         self.transport.connect(self.form)
@@ -86,9 +87,9 @@ class DeviceTravelling(Travelling):
     def _prepare(self) -> None:
         device = self.vector.device
         self.report = Block(64, device)  # nobody reads it
-        self.table = torch.frombuffer(bytearray(self.segments.table()), dtype=torch.uint8).to(device)
+        self.table = Block.of(self.segments.table(), device)
         self.on_device = _core.DeviceBuffers(
-            self.table.data_ptr(), 1, self.state.ptr, self.form.scratch.ptr, self.form.payload.ptr
+            self.table.ptr, 1, self.state.ptr, self.form.scratch.ptr, self.form.payload.ptr
         )
         self.calls = CudaMessageCalls(self.form, 0, self.report.ptr, self._place())
 

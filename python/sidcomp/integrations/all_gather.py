@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import core as _core
+from sidcomp.address import address
 from sidcomp.config.registry import find_codec, resolve
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import UnsupportedError
@@ -52,7 +53,7 @@ class AllGather:
             at += n
         self.sent_bytes = self.dense_bytes = 0
         self._plans: dict[torch.dtype, tuple[Any, Block, Block]] = {}
-        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        self._buffers: dict[tuple[int, int], Block] = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -91,11 +92,11 @@ class AllGather:
         coded, exact = self._runs[True], self._runs[False]
         plan, state, work = self._plan(input_tensor.dtype)
         size = plan.payload_bytes
-        each = size + -(-sum(m for _, m in exact) * width // 64) * 64
+        each = self._each(size, width)
         sent, received = self._buffer(1, each), self._buffer(world, each)
-        start = input_tensor.data_ptr()
+        start = address(input_tensor, "the shards to gather", input_tensor.dtype, self._n)
         plan.encode(
-            _core.Buffers(_segments(start, coded, width), state.ptr, work.ptr, sent.data_ptr()),
+            _core.Buffers(_segments(start, coded, width), state.ptr, work.ptr, sent.ptr),
             step=self._version(),
             seed=self._seed,
             group=self._number,
@@ -105,26 +106,28 @@ class AllGather:
         raw = input_tensor.view(torch.uint8)
         at = size
         for offset, m in exact:
-            sent[at : at + m * width] = raw[offset * width : (offset + m) * width]
+            sent.tensor[at : at + m * width] = raw[offset * width : (offset + m) * width]
             at += m * width
         self.sent_bytes += each * (world - 1)
         self.dense_bytes += input_tensor.nbytes * (world - 1)
-        return [received, sent]
+        return [received.tensor, sent.tensor]
 
     @torch.no_grad()
     def decode(self, output_tensor: torch.Tensor, received: torch.Tensor) -> None:
         """Decodes the shards of all ranks."""
         n, width = self._n, output_tensor.element_size()
         world = output_tensor.numel() // n
-        each = received.numel() // world
         coded, exact = self._runs[True], self._runs[False]
         plan = self._plan(output_tensor.dtype)[0]
         size = plan.payload_bytes
+        each = self._each(size, width)
+        payloads = address(received, "what the all-gather received", torch.uint8, world * each)
+        start = address(output_tensor, "the gathered parameters", output_tensor.dtype, world * n)
         out = output_tensor.view(torch.uint8)
         for rank in range(world):
             shard = rank * n * width
-            into = _core.Buffers(_segments(output_tensor.data_ptr() + shard, coded, width))
-            plan.decode(received.data_ptr() + rank * each, size, 1, 1.0, into, step=-1, group=0)
+            into = _core.Buffers(_segments(start + shard, coded, width))
+            plan.decode(payloads + rank * each, size, 1, 1.0, into, step=-1, group=0)
             at = rank * each + size
             for offset, m in exact:
                 place = shard + offset * width
@@ -144,9 +147,13 @@ class AllGather:
             self._plans[dtype] = plan, Block(plan.state_bytes, cpu), Block(plan.work_bytes, cpu)
         return self._plans[dtype]
 
-    def _buffer(self, count: int, each: int) -> torch.Tensor:
+    def _each(self, payload_bytes: int, width: int) -> int:
+        """The bytes that a rank sends: the payload, and what is not encoded. width: bytes of an element."""
+        return payload_bytes + -(-sum(m for _, m in self._runs[False]) * width // 64) * 64
+
+    def _buffer(self, count: int, each: int) -> Block:
         if (count, each) not in self._buffers:
-            self._buffers[count, each] = Block(count * each, torch.device("cpu")).tensor
+            self._buffers[count, each] = Block(count * each)
         return self._buffers[count, each]
 
 

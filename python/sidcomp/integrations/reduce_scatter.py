@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import core as _core
+from sidcomp.address import address
 from sidcomp.config.registry import resolve
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
@@ -87,7 +88,7 @@ class ReduceScatter:
             )
         self._rank = rank
         plan, size = self._plan, self._plan.payload_bytes
-        start, width = input_tensor.data_ptr(), n * input_tensor.element_size()
+        start, width = address(input_tensor, "the gradients", dtype, world * n), n * dtype.itemsize
         # The owner sums, so a codec whose payloads are summed must not divide by the number of ranks.
         place = {"rank": 0, "world": 1} if plan.linear else {"rank": rank, "world": world}
         for shard in range(world):
@@ -107,9 +108,9 @@ class ReduceScatter:
     @torch.no_grad()
     def decode(self, output_tensor: torch.Tensor, average: bool) -> None:
         """Writes the sum or the average of what has been received to this rank's shard."""
-        n, _, world = self._of
+        n, dtype, world = self._of
         scale = 1 / world if average else 1.0
-        into = _core.Buffers(_core.Segments([output_tensor.data_ptr()], [n]))
+        into = _core.Buffers(_core.Segments([address(output_tensor, "the shard", dtype, n)], [n]))
         at = {"step": self.step, "group": self._id(self._rank)}
         self._plan.decode(self._received.ptr, self._plan.payload_bytes, world, scale, into, **at)
         self.step += 1
@@ -143,7 +144,7 @@ class ReduceScatter:
         n, _, world = self._of
         out = torch.zeros(world, self._plan.vectors, n, dtype=torch.float32, device="cpu")
         for shard in range(world) if self._plan.vectors else ():
-            self._plan.residual_out(self._states.ptr + shard * self._apart, out[shard].data_ptr())
+            self._plan.residual_out(self._states.ptr + shard * self._apart, self._place(out[shard]))
         return {"step": self.step, "residuals": out}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -163,6 +164,9 @@ class ReduceScatter:
             )
         values = values.to("cpu", torch.float32).contiguous()
         for shard in range(world) if values.numel() else ():
-            self._plan.residual_in(self._states.ptr + shard * self._apart, values[shard].data_ptr())
+            self._plan.residual_in(self._states.ptr + shard * self._apart, self._place(values[shard]))
         self.step = step
         self._waiting = None
+
+    def _place(self, residual: torch.Tensor) -> int:
+        return address(residual, "the residual of a shard", torch.float32, self._plan.vectors * self._of[0])

@@ -5,6 +5,8 @@ from contextlib import suppress
 
 import torch
 
+from sidcomp.address import address
+
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 BODIES = {**{name: dtype for dtype, name in DTYPES.items()}, "int8": torch.int8}  # of linear codecs
 _HUGE = 2**21  # bytes of a huge page
@@ -28,13 +30,23 @@ class Block:
             raw = torch.frombuffer(pages, dtype=torch.uint8)
         else:
             raw = torch.zeros(nbytes + align, dtype=torch.uint8, device=device)
-        skip = -raw.data_ptr() % align
-        self.tensor = raw[skip : skip + nbytes]
-        self.ptr = self.tensor.data_ptr()
+        skip = -address(raw, "memory", torch.uint8, nbytes + align, raw.device) % align
+        self._take(raw[skip : skip + nbytes], nbytes)
+
+    def _take(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self.tensor = tensor
+        self.ptr = address(tensor, "memory", torch.uint8, nbytes, tensor.device)
+
+    @classmethod
+    def of(cls, data: bytes, device: torch.device) -> "Block":
+        """Returns a copy of `data`."""
+        copy = cls(len(data), device)
+        if data:
+            copy.tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return copy
 
     def part(self, offset: int, nbytes: int) -> "Block":
         """Returns `nbytes` bytes from byte `offset` on."""
         part = Block.__new__(Block)
-        part.tensor = self.tensor[offset : offset + nbytes]
-        part.ptr = self.ptr + offset
+        part._take(self.tensor[offset : offset + nbytes], nbytes)
         return part

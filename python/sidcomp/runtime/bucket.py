@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
+from sidcomp.address import address
+from sidcomp.config.grouping import shorten
+
 Future = torch.futures.Future
 
 
@@ -49,9 +52,11 @@ class Bucket:
     names, shapes   those of the parameters, in the buffer's order
     parameters      the parameters themselves, from which `auto` records when each gradient is ready; empty if
                     the door does not know them
+    ptr             the address of the buffer in this step; None before the first step, and after `let_go`
     """
 
     __slots__ = (
+        "_label",
         "_lock",
         "arrived",
         "arrived_at",
@@ -76,12 +81,13 @@ class Bucket:
         self.shapes = tuple(tuple(shape) for shape in shapes)
         self.parameters = tuple(parameters)
         self.buffer = buffer
-        self.ptr = buffer.data_ptr()
+        self.ptr: int | None = None
         self.arrived = False  # in this step
         self.arrived_at = 0  # in ns of the host's clock
         self.remaining = 0  # groups and comparisons of checksums that have not ended
         self.done = False  # the future has its value or its error
         self.future: Future[torch.Tensor]
+        self._label = f"the gradients of {shorten(self.names)}"
         self._lock = threading.Lock()
 
     def again(self) -> "Bucket":
@@ -95,14 +101,15 @@ class Bucket:
 
     def open(self, buffer: torch.Tensor, future: "Future[torch.Tensor]", groups: int) -> bool:
         """Begins a step in which the future waits for `groups` groups. Returns whether the address has
-        changed."""
-        moved = buffer.data_ptr() != self.ptr
+        changed. Raises ArgumentError if the buffer is not like those before it."""
+        mine = self.buffer
+        at = address(buffer, self._label, mine.dtype, mine.numel(), mine.device)
+        moved, self.ptr = at != self.ptr, at
         self.arrived = True
         self.done = False
         self.remaining = groups
         self.future = future
         self.buffer = buffer
-        self.ptr = buffer.data_ptr()
         return moved
 
     def let_go(self) -> None:
@@ -112,7 +119,7 @@ class Bucket:
         self.buffer = torch.empty(1, dtype=self.buffer.dtype, device=self.buffer.device).expand(
             self.buffer.numel()
         )
-        self.ptr = 0
+        self.ptr = None
         self.future = torch.futures.Future()
 
     def complete_empty(self) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from sidcomp import core as _core
 from sidcomp import notices
+from sidcomp.address import address
 from sidcomp.config.grouping import DENSE, Piece, Spec, shorten
 from sidcomp.config.registry import find_memory
 from sidcomp.config.settings import Settings
@@ -42,8 +43,12 @@ def residual_of(g: Group, out: torch.Tensor | None = None) -> torch.Tensor:
     if out is None:
         out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32, device="cpu")
     with g.host_state() as state:
-        g.plan.residual_out(state, out.data_ptr())
+        g.plan.residual_out(state, _place(g, out))
     return out
+
+
+def _place(g: Group, values: torch.Tensor) -> int:
+    return address(values, f"the memory of {g.label()}", torch.float32, g.plan.vectors * g.n)
 
 
 def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
@@ -206,7 +211,7 @@ class Resume:
         """Fills a group's state. values: the contents of its memory, if there are any."""
         if values is not None:
             with g.host_state(write=True) as state:
-                g.plan.residual_in(state, values.data_ptr())
+                g.plan.residual_in(state, _place(g, values))
         old = self.layout[g.index] if g.index < len(self.layout) else None
         if (
             self.same_codec and old is not None and old["names"] == g.names

@@ -14,6 +14,7 @@ from sidcomp import core as _core
 from sidcomp.config.settings import Settings
 from sidcomp.errors import ExchangeError, UnsupportedError
 from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.checkpoint import residual_of
 from sidcomp.runtime.collectives import SingleCollective
 from sidcomp.runtime.form import Form, MessageForm, Moment
 from sidcomp.runtime.group import Group, Residual
@@ -100,10 +101,7 @@ class CpuExecutor:
         group.plan.unsend(group.state.ptr)
 
     def residual(self, group: Group) -> Sequence[Residual]:
-        plan = group.plan
-        if group.shown is None:
-            group.shown = torch.empty(plan.vectors, group.n, dtype=torch.float32, device="cpu")
-        plan.residual_out(group.state.ptr, group.shown.data_ptr())
+        group.shown = residual_of(group, group.shown)
         parts = [Residual(0, group.shown[0], False)]
         if group.in_messages and group.message_plan.common:
             parts.append(Residual(0, group.shown[-1], True))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import core as _core
+from sidcomp.address import address
 from sidcomp.config.kinds import from_environment
 from sidcomp.config.registry import find_codec
 from sidcomp.config.settings import Settings
@@ -37,9 +38,10 @@ class Resident:
         self.stats = Block(_core.stats_bytes, device)
         self.report = Block(_core.cuda_report_bytes, device)
         self.shown = shown  # pinned memory, which the device writes
-        self.latest = _core.Report(shown.data_ptr())
+        self.shown_at = address(shown, "a report", torch.uint8, _core.cuda_report_bytes)
+        self.latest = _core.Report(self.shown_at)
         self.mark = 0  # step + 1 of the last step that was enqueued
-        self.table = torch.empty(0, dtype=torch.uint8, device=device)
+        self.table: Block
         self.placed_for: _core.Segments | None = None
         # by the address of the state
         self.buffers: dict[int, _core.DeviceBuffers] = {}
@@ -155,7 +157,7 @@ class CudaExecutor:
         # checksums of all ranks that are being copied to the host: a function that waits, the copy, the step
         self._late: list[tuple[Callable[[], None], torch.Tensor, int]] = []
         self._spare: list[torch.Tensor] = []  # buffers for further copies
-        self._kept_table = torch.empty(0, dtype=torch.uint8, device=device)  # for `cancel`
+        self._kept_table: Block  # for `cancel`
         self._kept_by: list[_core.DeviceGroup] = []
         self._enter()
         # A State that is dropped without close() may leave a step on the device, which writes to that memory.
@@ -292,18 +294,19 @@ class CudaExecutor:
     def _place(self, g: Group, r: Resident) -> None:
         """Copies the segment table to the device, and takes the addresses of the group's memory there."""
         with self.current():
-            r.table = torch.frombuffer(bytearray(g.segments.table()), dtype=torch.uint8).to(self.device)
+            r.table = Block.of(g.segments.table(), self.device)
         r.placed_for = g.segments
-        table, form = r.table.data_ptr(), g.form
+        table, form = r.table.ptr, g.form
+        count = len(g.runs) if g.segments.n else 0  # no segments before the first step
         payload = form.address if isinstance(form, InPlaceForm) else form.payload.ptr
         r.buffers = {
-            state.ptr: _core.DeviceBuffers(table, len(g.runs), state.ptr, form.scratch.ptr, payload)
+            state.ptr: _core.DeviceBuffers(table, count, state.ptr, form.scratch.ptr, payload)
             for state in g.states.all
         }
         r.places = {state: self._places(g, r, buffers) for state, buffers in r.buffers.items()}
 
     def _places(self, g: Group, r: Resident, buffers: _core.DeviceBuffers) -> _core.DeviceGroup:
-        reports = r.stats.ptr, r.report.ptr, r.shown.data_ptr()
+        reports = r.stats.ptr, r.report.ptr, r.shown_at
         if g.in_messages:
             return _core.DeviceGroup(g.message_plan.core, buffers, *reports)
         incoming = 0 if g.plan.linear else g.form.incoming.ptr
@@ -401,7 +404,7 @@ class CudaExecutor:
             self.advance(g, 0)
             with span(self.step.profiled, "exchange", g.index):  # the decode is enqueued within it
                 self._transports[g.form].start(self, g)
-            _core.cuda_show(r.report.ptr, (self.step.index + 1) % _MARKS, r.shown.data_ptr(), **self.where)
+            _core.cuda_show(r.report.ptr, (self.step.index + 1) % _MARKS, r.shown_at, **self.where)
 
     @staticmethod
     def _kind(g: Group) -> type[CudaCalls]:
@@ -449,12 +452,11 @@ class CudaExecutor:
                 self._place(g, g.resident)
         places = [g.resident.places[g.state.ptr] for g in groups]
         if places != self._kept_by:
-            table = bytearray(b"".join(p.kept() for p in places))
             with self.current():
-                self._kept_table = torch.frombuffer(table, dtype=torch.uint8).to(self.device)
+                self._kept_table = Block.of(b"".join(p.kept() for p in places), self.device)
             self._kept_by = places
-        count = len(self._kept_table) // _core.cuda_kept_bytes
-        _core.cuda_cancel(self._kept_table.data_ptr(), count, always=always, **self.where)
+        count = len(self._kept_table.tensor) // _core.cuda_kept_bytes
+        _core.cuda_cancel(self._kept_table.ptr, count, always=always, **self.where)
 
     def outcome(self, groups: Sequence[Group]) -> tuple[bool, bool]:
         """Waits for the side stream, on which no other step has been enqueued yet."""

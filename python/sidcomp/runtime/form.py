@@ -157,16 +157,17 @@ class InPlaceForm(Form):
     gradient where it is, as in plain DDP.
 
     averaged: the all-reduce divides by the number of ranks. Otherwise `advance` does so before it.
-    address: where the gradient begins.
+    address: where the gradient begins; 0 while there is none, before the first step and after `let_go`.
     """
 
     averaged = False
 
-    def __init__(self, plan: Any) -> None:
+    def __init__(self, plan: Any, device: torch.device) -> None:
         super().__init__(plan)
-        self._view = _nothing()
-        self.address = self._size = 0
-        self.slices = [self._view]
+        self._kind, self._device = BODIES[self.dtype], device
+        self._size = self._kind.itemsize
+        self.bytes_sent = plan.n * self._size
+        self.let_go()
 
     def average(self, work_bytes: int, device: torch.device) -> None:
         """Has the all-reduce divide. work_bytes: scratch, for checksums."""
@@ -176,15 +177,15 @@ class InPlaceForm(Form):
     def buffers(self, segments: _core.Segments, state: int) -> _core.Buffers:
         return _core.Buffers(segments, state)
 
-    def place(self, view: torch.Tensor) -> None:
+    def place(self, view: torch.Tensor, address: int) -> None:
         """Takes the present place of the group's gradient."""
-        self._view, self.address, self._size = view, view.data_ptr(), view.element_size()
+        self._view, self.address = view, address
         self.slices[0] = view
-        self.bytes_sent = view.numel() * self._size
 
     def let_go(self) -> None:
         super().let_go()
-        self._view = self.slices[0] = _nothing()
+        self._view, self.address = torch.empty(0, dtype=self._kind, device=self._device), 0
+        self.slices = [self._view]
 
     def advance(
         self, round: int, buffers: _core.Buffers, at: Moment, carry: float = 1.0, origin: int = 0
@@ -197,12 +198,13 @@ class InPlaceForm(Form):
 
     def withhold(self, round: int) -> None:
         if round == 0:  # the bucket may already hold the gradients of another step
-            self.slices[0] = _poison(torch.empty_like(self._view))
+            self.slices[0] = _poison(torch.empty(self.plan.n, dtype=self._kind, device=self._device))
 
     def poisoned(self) -> bool:
         # All elements of a sum have the NaN of a rank that failed, so this reads only the first one, which is
         # cheaper than any call of torch.
-        first = int.from_bytes(string_at(self.address, self._size), "little") if self.bytes_sent else 0
+        there = self.address and self.bytes_sent
+        first = int.from_bytes(string_at(self.address, self._size), "little") if there else 0
         exponent = _EXPONENTS[self.dtype]
         return first & exponent == exponent
 
@@ -248,10 +250,6 @@ def make_form(plan: Any, work_bytes: int, world: int, device: torch.device) -> C
     if isinstance(plan, MessagePlan):
         return MessageForm(plan, work_bytes, device)
     return CollectiveForm(plan, work_bytes, world, device)
-
-
-def _nothing() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _poison(body: torch.Tensor) -> torch.Tensor:

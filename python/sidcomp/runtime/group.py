@@ -147,10 +147,9 @@ class Group:
         # A dense group that is contiguous in memory may be reduced in place, as in plain DDP.
         self.direct = direct and plan.linear and plan.lossless and len(self.runs) == 1
         if self.direct:
-            self.states, self.form = States(0, 0, self.device, 1), InPlaceForm(plan)
-        self.segments: _core.Segments
+            self.states, self.form = States(0, 0, self.device, 1), InPlaceForm(plan, self.device)
+        self.segments = _core.Segments([], [])  # until all buckets have come once
         self._buffers: dict[tuple[Form, int], _core.Buffers] = {}  # by form and address of the state
-        self.place()
         self.stage = Stage()
         self.counters = Counters()
         self.rates: list[
@@ -210,17 +209,18 @@ class Group:
         return runs
 
     def place(self) -> None:
-        """Updates the segments to the present addresses of the buckets."""
+        """Updates the segments to the present addresses of the buckets, if all of them have one."""
         size = self.buckets[0].buffer.element_size()
-        self.segments = _core.Segments(
-            [self._by_bucket[b].ptr + offset * size for b, offset, _ in self.runs],
-            [n for _, _, n in self.runs],
-        )
+        starts = {i: bucket.ptr for i, bucket in self._by_bucket.items() if bucket.ptr is not None}
+        if len(starts) < len(self.buckets):
+            return  # the last one that comes has it done
+        places = [starts[b] + offset * size for b, offset, _ in self.runs]
+        self.segments = _core.Segments(places, [n for _, _, n in self.runs])
         self._buffers = {}
         if self.direct:
             assert isinstance(self.form, InPlaceForm)
             b, offset, n = self.runs[0]
-            self.form.place(self._by_bucket[b].buffer.view(-1)[offset : offset + n])
+            self.form.place(self._by_bucket[b].buffer.view(-1)[offset : offset + n], places[0])
 
     def let_go(self) -> None:
         """Drops what belongs to the buffers of a step that is over."""

@@ -5,6 +5,7 @@ import struct
 import torch
 
 from sidcomp import core as _core
+from sidcomp.address import address
 from sidcomp.errors import DivergenceError
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.process_group import Exchange
@@ -24,6 +25,7 @@ class ReplicaCheck:
         self._noted = bytearray(8 * max(1, len(groups)))  # on the CPU, written by callbacks
         size, device = len(self._noted), exchange.device
         self.mine = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._at = address(self.mine, "checksums", torch.uint8, size, self.mine.device)
         self.all_ranks = torch.zeros(exchange.world * size, dtype=torch.uint8, device=device)
 
     def note(self, g: Group) -> None:
@@ -34,7 +36,7 @@ class ReplicaCheck:
 
     def place(self, g: Group) -> int:
         """Returns the address at which a device writes a group's checksum; 0: not in this step."""
-        return self.mine.data_ptr() + 8 * g.index if self.on else 0
+        return self._at + 8 * g.index if self.on else 0
 
     def freeze(self) -> None:
         """Copies the recorded checksums, because callbacks of the next step may overwrite them."""

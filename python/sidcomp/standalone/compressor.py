@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from sidcomp import core as _core
+from sidcomp.address import address
 from sidcomp.config.kinds import is_list, is_number, is_whole
 from sidcomp.config.registry import check_ranks, resolve
 from sidcomp.config.schedule import Setting
@@ -96,13 +97,8 @@ def _look_at_tensor(x: Any, what: str, writes: bool) -> _View:
         )
     if pending:
         x = x.resolve_conj().resolve_neg()
-    try:
-        ptr = x.data_ptr()
-    except RuntimeError:  # inside torch.func's transforms, and for some subclasses
-        ptr = 0
-    if not ptr and x.numel():
-        raise ArgumentError(f"{what}: is a {type(x).__name__} without memory; pass a plain tensor")
-    return _View(ptr, x.numel(), _name(x.dtype), x)
+    # The callers compare the dtype and the size, as those of numpy's arrays.
+    return _View(address(x, what, x.dtype, x.numel()), x.numel(), _name(x.dtype), x)
 
 
 def _written(out: Any) -> None:
@@ -148,7 +144,7 @@ def _empty(like: Any, n: int, dtype: str) -> Any:
 
         kind: Any = getattr(torch, dtype)
         raw: Any = torch.empty(n + 64, dtype=kind, device="cpu")
-        start = raw.data_ptr()
+        start = address(raw, "memory", kind, n + 64)
     else:
         import numpy
 

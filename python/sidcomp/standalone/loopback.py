@@ -151,7 +151,7 @@ class Loopback:
         x = self._rank(rank)
         out = numpy.zeros((max(x.vectors, 1), self.n), dtype=numpy.float32)
         with self._turn:
-            x.residual_out(self._state[rank].ptr, out.ctypes.data)
+            x.residual_out(self._state[rank].ptr, _look(out, "out").ptr)
         return out
 
     def set_residual(self, rank: int, values: Any) -> None:
