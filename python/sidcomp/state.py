@@ -28,7 +28,7 @@ from sidcomp.runtime import checkpoint
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.learning_rates import Rates
-from sidcomp.runtime.optimizer_watch import Unfollowed, Watch
+from sidcomp.runtime.optimizer_watch import Unfollowed, Watch, enabled
 from sidcomp.runtime.scalars import Scalars
 from sidcomp.runtime.step import Step
 
@@ -175,7 +175,8 @@ class State:
                     for memory "residual"), and on CUDA the host waits for the previous step. "drop":
                     groups that were not finite remove their gradient again, up to rounding; groups that were
                     finite clear their residual. This takes no second copy and no waiting. None: "drop" until
-                    the first call of `follow(optimizer, scaler)` or `update_scale`, "rollback" from then on.
+                    the first call of `follow(optimizer, scaler)`, or of `update_scale` with another scale
+                    than 1; "rollback" from then on.
     clip_gradient   [0] c > 0: scales the gradient of a rank down to the 2-norm c / sqrt(ranks) before it is
                     compressed, as DGC and RedSync do for recurrent networks. The norm is that of all
                     parameters, whatever the groups; so groups are sent only when backward() ends. (The memory
@@ -504,7 +505,8 @@ class State:
         You do not need it if you give the scaler to `follow`.
 
         Residuals are in units of scaled gradients: when the scale changes, they are multiplied by new / old.
-        From the first call on, nonfinite=None means "rollback".
+        From the first scale other than 1 on, nonfinite=None means "rollback". Raises SetupError beside
+        LocalError, LocalSteps and Outer, which take the scaler in `step`.
         """
         value = _above_zero(scale)
         if value is None:
@@ -512,8 +514,14 @@ class State:
                 f"update_scale(scale={scale!r}): give a finite number greater than 0, such as "
                 "scaler.get_scale()"
             )
+        if self._door is not None and self._door.model.updates:
+            raise SetupError(
+                "update_scale() rescales residuals of scaled gradients, but what optimizers did is in the "
+                "unit of the parameters: leave it out, and call step(scaler=scaler)"
+            )
         self._engine.quiet()
-        self._engine.guarded()
+        if value != 1:  # which a scaler that is not enabled says
+            self._engine.guarded()
         self._engine.update_scale(value)
 
     def skip(self) -> None:
@@ -555,7 +563,8 @@ class State:
 
         With a scaler, the residual is rescaled when the loss scale changes, and a step that
         `scaler.step(optimizer)` skips is discarded; nonfinite=None then means "rollback". With or without a
-        scaler, all backward() calls since the optimizer's last step are discarded together.
+        scaler, all backward() calls since the optimizer's last step are discarded together. A scaler made
+        with enabled=False counts as None.
 
         Before the first step it also chooses the default codec, or the candidates of "auto", by the
         optimizer: see `accuracy`. A line says what it has chosen.
@@ -580,6 +589,7 @@ class State:
             return
         several: Any = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         optimizers: list[torch.optim.Optimizer] = list(several)
+        scaler = enabled(scaler)
         if not optimizers:
             raise ArgumentError("follow([]): give the optimizers that step on these gradients, or None")
         rates = Rates(optimizers)

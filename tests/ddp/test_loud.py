@@ -16,6 +16,7 @@ from cases import CASES, Case, Scrambled, Trainer, square
 from harness import run
 from sidcomp.autotune import measurement
 from sidcomp.config.exchange_choice import MessagePlan
+from sidcomp.integrations.session import Session
 from sidcomp.runtime import engine as engines
 from sidcomp.runtime import optimizer_watch
 from sidcomp.runtime.cpu_executor import CpuExecutor
@@ -320,6 +321,69 @@ def test_a_gradscaler_that_nobody_named_is_noticed_once(told: str) -> None:
     expected = 1 if told in ("unseen", "nothing") else 0
     assert len([text for text in ours if "GradScaler" in text]) == expected, ours
     assert not other
+
+
+def not_enabled(rank: int, world: int) -> None:
+    """A scaler that does nothing changes nothing: neither what is followed nor what a step keeps."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    trainer = Trainer(CASES["default"], rank)
+    optimizer = trainer.optimizer
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    with sidcomp.strict():
+        state.follow(optimizer, scaler)
+        trainer.step()
+        once = state.stats()["state_bytes"]
+        assert once > 0
+        state.update_scale(scaler.get_scale())
+        assert state.stats()["state_bytes"] == once, "no step can be skipped"
+        state.follow(optimizer, torch.amp.GradScaler("cpu"))
+        assert state.stats()["state_bytes"] == 2 * once
+        state.close()
+        own = list(trainer.module.parameters())
+        session = Session(sidcomp.State(**SPARSE), {})  # which the callbacks of frameworks share
+        second = DDP(trainer.module)
+        state = session.start(second)
+        session.follow([torch.optim.SGD(some, 0.1) for some in (own[:2], own[2:])], scaler)
+        assert state._engine.rates is not None and len(state._engine.rates.optimizers) == 2
+        second(torch.ones(4, 12)).sum().backward()
+        session.close()
+    trainer.close()
+
+
+def test_a_gradscaler_that_is_not_enabled_is_none() -> None:
+    run(not_enabled, 1)
+
+
+LOCAL = [sidcomp.LocalError, sidcomp.LocalSteps, sidcomp.Outer]
+
+
+def scaled_locally(rank: int, world: int, kind: Any) -> None:
+    """The use that the pages show, as far as the third exchange, in which a State looks for a scaler."""
+    for enabled in (True, False):
+        module = Scrambled()
+        optimizer = torch.optim.SGD(module.parameters(), 0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
+        state = sidcomp.State(**SPARSE)
+        with sidcomp.strict(), state:
+            local = kind(module, optimizer, state, every=1)
+            for _ in range(engines._LOOK_AT + 1):
+                optimizer.zero_grad()
+                scaler.scale(module(torch.ones(4, 12)).sum()).backward()
+                before = [p.detach().clone() for p in module.parameters()]
+                local.step(scaler=scaler)
+                after = list(module.parameters())
+                assert not all(torch.equal(p, q) for p, q in zip(after, before, strict=True))
+                scaler.update()
+            with pytest.raises(sidcomp.SetupError, match=r"step\(scaler=scaler\)"):
+                state.update_scale(scaler.get_scale())
+            if not enabled:  # then the optimizer may evaluate a closure
+                assert local.step(lambda: 3.0, scaler=scaler) == 3.0
+
+
+@pytest.mark.parametrize("kind", LOCAL)
+def test_a_gradscaler_given_to_step_raises_no_alarm(kind: Any) -> None:
+    run(scaled_locally, 2, kind)
 
 
 def followed_adam(rank: int, world: int) -> None:

@@ -22,6 +22,7 @@ from sidcomp.errors import SetupError
 from sidcomp.integrations import rank_states
 from sidcomp.integrations.ddp import register
 from sidcomp.integrations.session import ddp_of, plain
+from sidcomp.runtime.optimizer_watch import enabled
 from sidcomp.state import State
 
 
@@ -67,8 +68,9 @@ def prepare(accelerator: Accelerator, state: State, *objects: Any) -> Any:
     ddp = models[0]
     register(ddp, state)
     optimizers = [o for o in results if isinstance(o, AcceleratedOptimizer)]
-    if len(optimizers) == 1 or (optimizers and accelerator.scaler is None):
-        state.follow([plain(o) for o in optimizers], accelerator.scaler)
+    scaler = enabled(accelerator.scaler)
+    if len(optimizers) == 1 or (optimizers and scaler is None):
+        state.follow([plain(o) for o in optimizers], scaler)
     elif optimizers:
         notices.warn(
             f"there are {len(optimizers)} optimizers among the objects and a GradScaler, and with a scaler a "

@@ -15,6 +15,7 @@ from sidcomp.integrations.ddp import roles
 from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
+from sidcomp.runtime.optimizer_watch import enabled
 from sidcomp.state import State
 
 BUCKET_BYTES = 25 * 2**20
@@ -148,6 +149,7 @@ def take_step(
         raise ArgumentError(
             f"step(scaler={scaler!r}): give a torch.amp.GradScaler, or leave it out. Nothing has stepped"
         )
+    scaler = enabled(scaler)
     if closure is not None and (scaler is not None or len(optimizers) > 1):
         who = "a GradScaler takes no closure" if scaler is not None else "each optimizer would evaluate it"
         raise ArgumentError(

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp import notices
 from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.integrations.ddp import register
+from sidcomp.runtime.optimizer_watch import enabled
 from sidcomp.runtime.scalars import Scalars
 from sidcomp.state import State
 
@@ -76,6 +77,7 @@ class Session:
         """Follows the optimizers, each parameter its own. With a scaler a State can follow only one; of
         several it says then that it follows none."""
         assert self.state is not None
+        scaler = enabled(scaler)
         if len(optimizers) == 1 or (optimizers and scaler is None):
             self.state.follow([plain(o) for o in optimizers], scaler)
         elif optimizers:

@@ -561,12 +561,16 @@ class Engine:
     def _look_for_scaler(self) -> None:
         """Warns if the program scales its loss and the residuals are not rescaled with it."""
         keeps = any(g.plan.vectors for g in self.groups) or self.tuner is not None
-        if self.scale is None and keeps and scaler_in_use():
-            assert self.exchange is not None
+        # What optimizers did is in the unit of the parameters, whatever the loss was multiplied by.
+        if self.scale is None and keeps and not self.updates and scaler_in_use():
+            assert self.exchange is not None and self._model is not None
+            followed = "state.follow(optimizer, scaler)"
+            told = "state.update_scale(scaler.get_scale()) after each scaler.update()"
             notices.warn(
                 "a GradScaler scales the loss, and sidcomp has not been told: when its scale changes, the "
-                "residuals keep the unit of the former one. Call state.follow(optimizer, scaler), or "
-                "state.update_scale(1.0) if it scales another model's loss",
+                "residuals keep the unit of the former one. Call "
+                f"{followed if self._model.names else told}, or state.update_scale(1.0) if it scales another "
+                "model's loss",
                 self.exchange.rank,
             )
 

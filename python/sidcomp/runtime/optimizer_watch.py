@@ -29,6 +29,12 @@ def scaler_in_use() -> bool:
     )
 
 
+def enabled(scaler: Any) -> Any:
+    """Returns a GradScaler that scales. One made with enabled=False does nothing, so it counts as None."""
+    asked = getattr(scaler, "is_enabled", None)
+    return None if callable(asked) and not asked() else scaler
+
+
 class _Stepped:
     """Set by the optimizer's hook, which must not keep a State alive."""
 
