@@ -28,7 +28,8 @@ from sidcomp.runtime import checkpoint
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.learning_rates import Rates
-from sidcomp.runtime.optimizer_watch import Unfollowed, Watch, enabled
+from sidcomp.runtime.optimizer_watch import Unfollowed, Watch
+from sidcomp.runtime.optimizers import Optimizers, chains, enabled
 from sidcomp.runtime.scalars import Scalars
 from sidcomp.runtime.step import Step
 
@@ -541,7 +542,7 @@ class State:
 
     def follow(
         self,
-        optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None",
+        optimizer: Optimizers | None,
         scaler: "torch.amp.GradScaler | None" = None,
     ) -> None:
         """Lets the residuals follow the learning rate of `optimizer`, which steps on these gradients. If
@@ -549,7 +550,8 @@ class State:
         ends it.
 
         Of several optimizers give a list, such as [muon, adamw]: each parameter's residual follows the rate
-        of its own optimizer. A scaler needs a single one.
+        of its own optimizer. A scaler needs a single one. Of a framework's wrapper, such as Accelerate's or
+        torchft's, it follows the optimizer inside.
 
         Without it an element that is sent late is multiplied by the learning rate of the step in which it is
         sent, not by that of its own step: if a schedule lowers the rate, it counts for less. With it each
@@ -587,17 +589,16 @@ class State:
             p.follow(None, None)
             self._watch_forward()
             return
-        several: Any = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        optimizers: list[torch.optim.Optimizer] = list(several)
-        scaler = enabled(scaler)
-        if not optimizers:
+        if isinstance(optimizer, list | tuple) and not optimizer:
             raise ArgumentError("follow([]): give the optimizers that step on these gradients, or None")
+        links = chains(optimizer)
+        optimizers: list[torch.optim.Optimizer] = [each[-1] for each in links]
         rates = Rates(optimizers)
         self._suit(optimizers)
         for each in optimizers:
             if not self._has_checked(each):
                 self._check(each)
-        p.follow(rates, Watch(optimizers, scaler))
+        p.follow(rates, Watch(links, enabled(scaler)))
         self._watch_forward()
 
     def _suit(self, optimizers: "Sequence[torch.optim.Optimizer]") -> None:

@@ -344,6 +344,126 @@ def test_what_cannot_be_followed_is_refused() -> None:
         assert said and "ArgumentError" in said[0]
 
 
+class Wrapper(torch.optim.Optimizer):
+    """What Accelerate, torchft and many programs make of an optimizer: it passes everything on, and never
+    calls Optimizer.__init__."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *more: Any) -> None:
+        self.optim, self.more, self.name = optimizer, list(more), "an attribute that is no optimizer"
+
+    param_groups = property(lambda self: self.optim.param_groups)
+    state = property(lambda self: self.optim.state)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optim.step(closure) if closure is not None else self.optim.step()
+
+
+class Bare(torch.optim.Optimizer):
+    """Shows nothing of the optimizer inside, which it has in a dictionary."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.all = {"only": optimizer}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.all["only"].step()
+
+
+WRAPPED: dict[str, Any] = {
+    "itself": lambda o: o,
+    "wrapped": Wrapper,
+    "twice": lambda o: Wrapper(Wrapper(o)),
+    "also inside": lambda o: Wrapper(Wrapper(o), o),
+    "bare": Bare,
+}
+
+
+def wrapped(rank: int, world: int, how: str) -> list[dict[str, Any]]:
+    """A rate that changes, and a step that the scaler skips; the program steps the wrapper."""
+    trainer = Trainer(CASES["cap-small"], rank)
+    sgd, scaler = trainer.optimizer, torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = WRAPPED[how](sgd)
+    state = sidcomp.State("topk", density=0.05)
+    sidcomp.register(trainer.wrapper, state)
+    sidcomp.check_optimizer(state, optimizer)
+    state.follow(optimizer, None if how == "bare" else scaler)  # which needs param_groups
+    seen = []
+    for step, rate in enumerate((0.05, 0.02, 0.02, 0.1)):
+        sgd.param_groups[0]["lr"] = rate
+        sgd.zero_grad()
+        draw = torch.Generator().manual_seed(10 * step + rank)
+        loss = trainer.wrapper(torch.randn(4, 12, generator=draw)).square().sum()
+        if how == "bare":
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss * (math.inf if step == 2 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        seen.append(everything(trainer, state))
+    assert state._engine.rates is not None and state._engine.rates.optimizers == (sgd,)
+    assert state._engine.step == (4 if how == "bare" else 3), "the step that was skipped is discarded"
+    trainer.close()
+    state.close()
+    return seen
+
+
+def test_the_optimizer_inside_a_wrapper_is_followed() -> None:
+    (plain,) = run(wrapped, 1, "itself")
+    for how in list(WRAPPED)[1:-1]:
+        (mine,) = run(wrapped, 1, how)
+        for step, (got, want) in enumerate(zip(mine, plain, strict=True)):
+            assert_same(got, want, f"{how}, step {step}")
+    run(wrapped, 1, "bare")
+
+
+def local_wrapped(rank: int, world: int, kind: Any) -> None:
+    """LocalError and its relatives step the wrapper, and refuse a step that they did not take."""
+    ends = []
+    for wrap in (lambda o: o, Wrapper, Bare):
+        torch.manual_seed(0)
+        module = nn.Linear(30, 20)
+        adam = torch.optim.AdamW(module.parameters(), 0.01)
+        with sidcomp.State("topk", density=0.1) as state:
+            optimizer = wrap(adam)
+            local = kind(module, optimizer, state, every=2)
+            for step in range(6):
+                draw = torch.Generator().manual_seed(10 * step + rank)
+                adam.zero_grad()
+                module(torch.randn(4, 30, generator=draw)).square().sum().backward()
+                local.step()
+            for stray in (adam, optimizer):
+                with pytest.raises(sidcomp.SetupError, match="would step without"):
+                    stray.step()
+            assert local.optimizer is optimizer
+        ends.append(module.weight.detach().clone())
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+
+
+@pytest.mark.parametrize("kind", [sidcomp.LocalError, sidcomp.LocalSteps, sidcomp.Outer])
+def test_local_steps_take_wrappers(kind: Any) -> None:
+    run(local_wrapped, 2, kind)
+
+
+def test_a_wrapper_of_none_or_several_is_told_what_to_give() -> None:
+    module = nn.Linear(3, 2)
+    first, second = torch.optim.SGD([module.weight], 0.1), torch.optim.AdamW([module.bias], 0.1)
+    state = sidcomp.State("topk")
+    for wrong, said in (
+        (Wrapper(None), "holds no optimizer in its attributes: give the torch.optim.Optimizer whose step"),  # type: ignore[arg-type]
+        (Wrapper(first, second), "holds 2 optimizers, SGD and AdamW: give a list of those"),
+        ([second, Wrapper(first, second)], "holds 2 optimizers"),
+    ):
+        for take in (
+            lambda o: state.follow(o),
+            lambda o: sidcomp.check_optimizer(state, o),
+            lambda o: sidcomp.LocalError(module, o, state),
+            lambda o: sidcomp.LocalSteps(module, o, state),
+            lambda o: sidcomp.Outer(module, o, state),
+        ):
+            with pytest.raises(sidcomp.ArgumentError, match=f"^Wrapper does not call .*{said}"):
+                take(wrong)
+
+
 def test_factors_stay_finite() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([parameter], 0.0)

@@ -118,8 +118,38 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
             out["no model"] = ""
         except sidcomp.SetupError as e:
             out["no model"] = str(e)
+    out["by hand"] = by_hand()
     out["example"] = example("accelerate_loop.py")
     return out
+
+
+def by_hand() -> list[bool]:
+    """Accelerate's wrapper of an optimizer, given to sidcomp by a program that does not use `prepare`, beside
+    a GradScaler that is not enabled. Returns whether the optimizer inside was found."""
+    import accelerate
+
+    found = []
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    accelerator = accelerate.Accelerator(cpu=True)
+    for kind in (None, sidcomp.LocalError, sidcomp.LocalSteps, sidcomp.Outer):
+        module = network()
+        adam = torch.optim.AdamW(module.parameters(), 0.01)
+        with sidcomp.State(**ARGUMENTS) as state:
+            optimizer = accelerator.prepare(adam)
+            if kind is None:
+                module = nn.parallel.DistributedDataParallel(module)
+                sidcomp.register(module, state)
+                state.follow(optimizer, scaler)
+                assert state._engine.rates is not None
+                found.append(state._engine.rates.optimizers == (adam,))
+            local = kind(module, optimizer, state, every=1) if kind is not None else None
+            module(torch.ones(1, 20)).sum().backward()
+            if local is None:
+                optimizer.step()
+            else:
+                local.step(scaler=scaler)
+                found.append(local._optimizers == [adam] and state._engine.step == 1)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +187,10 @@ def test_missing_or_mixed_states_are_refused_on_every_rank(results: list[dict[st
 
 def test_a_model_must_be_among_the_objects(results: list[dict[str, Any]]) -> None:
     assert all("made no DDP model" in r["no model"] for r in results)
+
+
+def test_its_optimizer_is_the_one_inside(results: list[dict[str, Any]]) -> None:
+    assert all(r["by hand"] == [True] * 4 for r in results)
 
 
 def test_the_example_runs(results: list[dict[str, Any]]) -> None:

@@ -21,8 +21,8 @@ from sidcomp import notices
 from sidcomp.errors import SetupError
 from sidcomp.integrations import rank_states
 from sidcomp.integrations.ddp import register
-from sidcomp.integrations.session import ddp_of, plain
-from sidcomp.runtime.optimizer_watch import enabled
+from sidcomp.integrations.session import ddp_of
+from sidcomp.runtime.optimizers import enabled
 from sidcomp.state import State
 
 
@@ -70,11 +70,11 @@ def prepare(accelerator: Accelerator, state: State, *objects: Any) -> Any:
     optimizers = [o for o in results if isinstance(o, AcceleratedOptimizer)]
     scaler = enabled(accelerator.scaler)
     if len(optimizers) == 1 or (optimizers and scaler is None):
-        state.follow([plain(o) for o in optimizers], scaler)
+        state.follow(optimizers, scaler)
     elif optimizers:
         notices.warn(
             f"there are {len(optimizers)} optimizers among the objects and a GradScaler, and with a scaler a "
-            "State follows one: call state.follow(optimizer.optimizer, accelerator.scaler)",
+            "State follows one: call state.follow(optimizer, accelerator.scaler)",
             accelerator.process_index,
         )
     run = rank_states.agree_on_run(state)

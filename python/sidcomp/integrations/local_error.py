@@ -12,7 +12,6 @@ from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
 from sidcomp.integrations.gradient_noise import GradientNoise, RowNoise, SketchNoise, second_betas
 from sidcomp.integrations.local_parts import (
-    Optimizers,
     Part,
     Stray,
     broadcast,
@@ -21,7 +20,6 @@ from sidcomp.integrations.local_parts import (
     check_saved,
     check_state,
     compare,
-    each,
     finite,
     group_of,
     lacks,
@@ -33,6 +31,7 @@ from sidcomp.integrations.local_parts import (
 )
 from sidcomp.integrations.local_shards import Shards, reshard
 from sidcomp.runtime.group import Group
+from sidcomp.runtime.optimizers import Optimizers, chains
 from sidcomp.state import State
 
 _SAVED = ("agreed", "base", "arriving", "own")
@@ -146,7 +145,9 @@ class LocalError:
         ddp = module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else None
         if ddp is not None:
             module = ddp.module
-        self._optimizers = each(optimizer)
+        links = chains(optimizer)
+        self._given = [each[0] for each in links]
+        self._optimizers = [each[-1] for each in links]  # those inside of wrappers
         if noise_correction == "rows" and not any(map(adaptive, self._optimizers)):
             raise ArgumentError(
                 'noise_correction="rows" lengthens the steps of optimizers with two betas, such as Adam, and '
@@ -210,7 +211,7 @@ class LocalError:
             sketches.mark()
         self._stray.expected = True
         try:
-            loss = take_step(self._optimizers, closure, scaler)
+            loss = take_step(self._given, closure, scaler)
         finally:
             self._stray.expected = False
         self.steps += 1

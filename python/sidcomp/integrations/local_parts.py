@@ -15,12 +15,10 @@ from sidcomp.integrations.ddp import roles
 from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
-from sidcomp.runtime.optimizer_watch import enabled
+from sidcomp.runtime.optimizers import enabled
 from sidcomp.state import State
 
 BUCKET_BYTES = 25 * 2**20
-
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def check_state(state: object) -> None:
@@ -44,21 +42,6 @@ def check(module: object, every: Any, state: State, what: str, planned: bool = F
             f"groups={state.settings.groups!r} are planned by measured exchanges, which {what} does not do: "
             'give it a State with a named codec and fixed groups, such as State("topk", groups="bucket")'
         )
-
-
-def each(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """Returns the optimizers of a list, or the only one. Raises ArgumentError."""
-    given: Any = optimizer
-    optimizers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
-    for one in optimizers:
-        groups = getattr(one, "param_groups", None)
-        if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
-            raise ArgumentError(
-                f"optimizer={one!r}: give a torch.optim.Optimizer, which has param_groups, or a list of them"
-            )
-    if not optimizers:
-        raise ArgumentError(f"optimizer={given!r}: give the optimizer of the module's parameters")
-    return optimizers
 
 
 def trained(

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.integrations.gradient_noise import SketchNoise, second_betas
 from sidcomp.integrations.local_parts import (
-    Optimizers,
     Part,
     Stray,
     broadcast,
@@ -22,7 +21,6 @@ from sidcomp.integrations.local_parts import (
     check_state,
     compare,
     cut,
-    each,
     finite,
     group_of,
     lacks,
@@ -34,6 +32,7 @@ from sidcomp.integrations.local_parts import (
 )
 from sidcomp.integrations.local_shards import Shards, reshard
 from sidcomp.runtime.layout import Layout
+from sidcomp.runtime.optimizers import Optimizers, chains
 from sidcomp.runtime.process_group import has_gloo
 from sidcomp.state import State
 
@@ -111,7 +110,9 @@ class LocalSteps:
         if not isinstance(delay, int) or isinstance(delay, bool) or not 0 <= delay <= every:
             raise ArgumentError(f"delay={delay!r}: give a number of steps from 0 to every={every}")
         given = named_group(state, process_group)
-        self._optimizers = each(optimizer)
+        links = chains(optimizer)
+        self._given = [each[0] for each in links]
+        self._optimizers = [each[-1] for each in links]  # those inside of wrappers
         reshard(module)
         whole = trained(module, self._optimizers)
         self._shards = Shards(whole, given, type(self).__name__)
@@ -196,7 +197,7 @@ class LocalSteps:
             self._noise.mark()
         self._stray.expected = True
         try:
-            loss = take_step(self._optimizers, closure, scaler)
+            loss = take_step(self._given, closure, scaler)
         finally:
             self._stray.expected = False
         self.steps += 1

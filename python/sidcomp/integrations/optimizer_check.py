@@ -8,7 +8,7 @@ from sidcomp.config.kinds import is_number
 from sidcomp.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from sidcomp.integrations.local_parts import Optimizers
+    from sidcomp.runtime.optimizers import Optimizers
     from sidcomp.state import State
 
 
@@ -27,14 +27,15 @@ def check_optimizer(state: "State", optimizer: "Optimizers", clip_grad_norm: flo
     """
     import torch.distributed as dist  # this module is imported where there is no torch
 
-    from sidcomp.integrations.local_parts import check_state, each
+    from sidcomp.integrations.local_parts import check_state
+    from sidcomp.runtime.optimizers import chains
 
     check_state(state)
     if clip_grad_norm is not None and not is_number(clip_grad_norm):
         raise ArgumentError(
             f"clip_grad_norm={clip_grad_norm!r}: give the max_norm that the program clips at, or None"
         )
-    optimizers = each(optimizer)
+    optimizers = [each[-1] for each in chains(optimizer)]
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     for one in optimizers:
         optimizer_check.check(state.settings, one, clip_grad_norm, rank)

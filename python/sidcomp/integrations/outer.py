@@ -16,7 +16,6 @@ from torch.distributed.rendezvous import rendezvous
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.integrations.attendance import Attendance
 from sidcomp.integrations.local_parts import (
-    Optimizers,
     check_flag,
     check_state,
     lacks,
@@ -25,6 +24,7 @@ from sidcomp.integrations.local_parts import (
     serve,
 )
 from sidcomp.integrations.local_steps import LocalSteps, _Part
+from sidcomp.runtime.optimizers import Optimizers
 from sidcomp.runtime.rounds import START_S, Rounds
 from sidcomp.state import State
 

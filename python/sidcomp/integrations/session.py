@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp import notices
 from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.integrations.ddp import register
-from sidcomp.runtime.optimizer_watch import enabled
+from sidcomp.runtime.optimizers import enabled
 from sidcomp.runtime.scalars import Scalars
 from sidcomp.state import State
 
@@ -21,13 +20,6 @@ def ddp_of(model: object) -> DistributedDataParallel | None:
         if model is None:
             return None
     return model
-
-
-def plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Returns the optimizer of torch inside of a framework's wrapper, because a wrapper has no hooks."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer  # type: ignore[no-any-return]
 
 
 class Session:
@@ -79,7 +71,7 @@ class Session:
         assert self.state is not None
         scaler = enabled(scaler)
         if len(optimizers) == 1 or (optimizers and scaler is None):
-            self.state.follow([plain(o) for o in optimizers], scaler)
+            self.state.follow(optimizers, scaler)
         elif optimizers:
             notices.warn(
                 f"there are {len(optimizers)} optimizers and a GradScaler, and with a scaler a State follows "

@@ -33,13 +33,6 @@ class Rates:
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        for optimizer in optimizers:
-            groups = getattr(optimizer, "param_groups", None)
-            if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
-                raise ArgumentError(
-                    f"follow({type(optimizer).__name__}): give a torch.optim.Optimizer, which has "
-                    "param_groups, or a list of them"
-                )
         self.optimizers = tuple(optimizers)
         self.last: dict[Key, float] = {}
         self._where: dict[str, Key] = {}

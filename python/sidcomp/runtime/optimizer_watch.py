@@ -29,12 +29,6 @@ def scaler_in_use() -> bool:
     )
 
 
-def enabled(scaler: Any) -> Any:
-    """Returns a GradScaler that scales. One made with enabled=False does nothing, so it counts as None."""
-    asked = getattr(scaler, "is_enabled", None)
-    return None if callable(asked) and not asked() else scaler
-
-
 class _Stepped:
     """Set by the optimizer's hook, which must not keep a State alive."""
 
@@ -72,9 +66,11 @@ class Watch:
     its step, which only the device knows.
     """
 
-    def __init__(self, optimizers: Sequence[Any], scaler: Any = None) -> None:
+    def __init__(self, chains: Sequence[Sequence[Any]], scaler: Any = None) -> None:
+        """chains: of each optimizer, as `optimizers.chain` returns it."""
         self.scaler = scaler
-        self._key = id(optimizers[0])
+        self._keys = [id(o) for o in chains[0]]  # the program may have the scaler step any of them
+        optimizers = [links[-1] for links in chains]
         if scaler is not None and not (
             hasattr(scaler, "_per_optimizer_states") and hasattr(scaler, "get_scale")
         ):
@@ -85,7 +81,7 @@ class Watch:
                 "discards a step for all: with a scaler, follow the one that has most of the parameters"
             )
         self._stepped = _Stepped()
-        self._scaler_state: dict[str, Any] = {}
+        self._scaler_states: list[dict[str, Any]] = []
         self._home: torch.Tensor | None = None  # the scale, copied to the host
         self._copied: torch.cuda.Event | None = None
         self._passes = 0  # since the optimizer's last step
@@ -116,13 +112,13 @@ class Watch:
         self._stepped.unseen = 0
         self._stepped.ran, self._stepped.found, self._stepped.copied = False, None, None
         if self.scaler is not None:
-            # update() replaces the table; this entry then stays as step() has left it
-            self._scaler_state = self.scaler._per_optimizer_states[self._key]
+            # update() replaces the table; these entries then stay as step() has left them
+            self._scaler_states = [self.scaler._per_optimizer_states[key] for key in self._keys]
 
     @property
     def _offered(self) -> bool:
         """Whether scaler.step(optimizer) has been called."""
-        return getattr(self._scaler_state.get("stage"), "name", "") == "STEPPED"
+        return any(getattr(s.get("stage"), "name", "") == "STEPPED" for s in self._scaler_states)
 
     @property
     def _dealt(self) -> bool:
@@ -141,7 +137,8 @@ class Watch:
         if not self._offered:
             return False
         if not self._hooks:
-            return any(bool(found.item()) for found in self._scaler_state["found_inf_per_device"].values())
+            devices = [s["found_inf_per_device"] for s in self._scaler_states]
+            return any(bool(found.item()) for of_one in devices for found in of_one.values())
         if not self._stepped.ran:
             return True
         if self._stepped.copied is not None:

@@ -1,0 +1,72 @@
+"""What a program gives as its optimizer and its GradScaler.
+
+Frameworks wrap optimizers: Accelerate's AcceleratedOptimizer, torchft's OptimizerWrapper and many that are
+made by hand are subclasses of Optimizer which never call its constructor, hold the optimizer in an attribute,
+and pass each step on. Such a wrapper has no hooks. The optimizer inside has them, whoever calls its step.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sidcomp.errors import ArgumentError
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def chain(optimizer: Any) -> list[Any]:
+    """Returns the optimizer and, if it is a wrapper, those inside it: the last one has the parameters and
+    steps. Raises ArgumentError if it is none, or a wrapper of several."""
+    links = _unwrapped(optimizer, [])
+    groups = getattr(links[-1], "param_groups", None)
+    if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
+        raise ArgumentError(
+            f"optimizer={optimizer!r}: give a torch.optim.Optimizer, which has param_groups, or a list of "
+            "them"
+        )
+    return links
+
+
+def chains(given: Any) -> list[list[Any]]:
+    """Returns the chain of each optimizer of a list, or of the only one. Raises ArgumentError."""
+    optimizers = list(given) if isinstance(given, list | tuple) else [given]
+    if not optimizers:
+        raise ArgumentError(f"optimizer={given!r}: give the optimizer of the module's parameters")
+    return list(map(chain, optimizers))
+
+
+def enabled(scaler: Any) -> Any:
+    """Returns a GradScaler that scales. One made with enabled=False does nothing, so it counts as None."""
+    asked = getattr(scaler, "is_enabled", None)
+    return None if callable(asked) and not asked() else scaler
+
+
+def _unwrapped(optimizer: Any, around: list[Any]) -> list[Any]:
+    """around: the wrappers that hold this one."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or "_optimizer_step_pre_hooks" in vars(optimizer):
+        return [optimizer]
+    around = [*around, optimizer]
+    inside = [_unwrapped(o, around) for o in _held(optimizer) if not any(o is a for a in around)]
+    ends = {id(links[-1]): links[-1] for links in inside}
+    if len(ends) != 1:
+        name = type(optimizer).__name__
+        kinds = " and ".join(type(o).__name__ for o in ends.values())
+        raise ArgumentError(
+            f"{name} does not call Optimizer.__init__, as wrappers of an optimizer do, and holds "
+            + (
+                f"{len(ends)} optimizers, {kinds}: give a list of those that step on this model's parameters"
+                if ends
+                else "no optimizer in its attributes: give the torch.optim.Optimizer whose step it calls"
+            )
+        )
+    return [optimizer, *max(inside, key=len)]  # it may also hold what is inside another one
+
+
+def _held(optimizer: Any) -> list[Any]:
+    """The optimizers in the attributes, also those in lists and dictionaries."""
+    found: list[Any] = []
+    for value in vars(optimizer).values():
+        several = value.values() if isinstance(value, dict) else value
+        found += several if isinstance(several, list | tuple | type({}.values())) else [value]
+    return [o for o in found if isinstance(o, torch.optim.Optimizer)]
