@@ -12,8 +12,6 @@ from sidcomp.errors import SidcompWarning, StrictError
 logger = logging.getLogger("sidcomp")
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
-_NO_LINE = 1000  # more frames than there are: the warning names no file
-_said: set[str] = set()
 
 
 def _set(name: str) -> bool:
@@ -56,11 +54,10 @@ def is_strict() -> bool:
 
 
 def say(text: str, rank: int = 0) -> None:
-    """Prints "sidcomp: " and the text on stderr: once in a process, and only where `rank` is 0. The
-    environment variable SIDCOMP_QUIET=1 silences it."""
-    if rank or text in _said or _set("SIDCOMP_QUIET") or sys.stderr is None:
+    """Prints "sidcomp: " and the text on stderr, only where `rank` is 0. The environment variable
+    SIDCOMP_QUIET=1 silences it."""
+    if rank or _set("SIDCOMP_QUIET") or sys.stderr is None:
         return
-    _said.add(text)
     start = "\r\033[K" if sys.stderr.isatty() else ""  # replaces a line of progress
     print(f"{start}sidcomp: {text}", file=sys.stderr, flush=True)
 
@@ -72,7 +69,9 @@ def warn(text: str, rank: int = 0, *, raises: bool = True) -> None:
         raise StrictError(text)
     if not rank:
         # Where nothing can be raised, the line of the program that runs is not the one at fault.
-        warnings.warn(f"sidcomp: {text}", SidcompWarning, stacklevel=_depth() if raises else _NO_LINE)
+        place = _caller() if raises else ("sys", 1, "sys")
+        # Without a registry Python also shows what another run in this process has been told.
+        warnings.warn_explicit(f"sidcomp: {text}", SidcompWarning, *place)
 
 
 def log(text: str, rank: int = 0) -> None:
@@ -83,10 +82,11 @@ def log(text: str, rank: int = 0) -> None:
         logger.warning("%s", text)
 
 
-def _depth() -> int:
-    """How many frames above `warn` the program's own code is, so that the warning names its line."""
+def _caller() -> tuple[str, int, str]:
+    """The file, the line and the module of the program's own code, which the warning names."""
     frame: FrameType | None = sys._getframe(1)
-    depth = 1
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, depth = frame.f_back, depth + 1
-    return depth
+        frame = frame.f_back
+    if frame is None:
+        return "sys", 1, "sys"
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "<unknown>")

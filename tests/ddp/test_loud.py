@@ -47,7 +47,9 @@ def trained(rank: int, arguments: dict[str, Any], steps: int = 3, case: str = "c
     return {"said": said(), "warned": [str(w.message) for w in caught], "stats": stats}
 
 
-def first_line(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+def first_line(rank: int, world: int, arguments: dict[str, Any], runs: int = 1) -> dict[str, Any]:
+    for _ in range(runs - 1):
+        trained(rank, arguments, steps=2)
     return trained(rank, arguments, steps=1)
 
 
@@ -69,6 +71,12 @@ def test_the_first_step_says_what_is_compressed() -> None:
     stats = ours["stats"]
     each = float(sent[1]) * {"bytes": 1, "KB": 1000}[sent[2]]
     assert each == pytest.approx(stats["wire_bytes"] / stats["steps"], rel=0.01)
+
+
+def test_a_second_run_in_one_process_says_it_again() -> None:
+    ours, other = run(first_line, 2, SPARSE, 2)
+    first, second = ours["said"]
+    assert first == second and "topk density=0.05 compresses" in first and not other["said"]
 
 
 def test_codecs_that_compress_nothing_say_so() -> None:

@@ -7,6 +7,7 @@ import warnings
 from contextlib import redirect_stderr
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -419,6 +420,18 @@ def moving_models(rank: int, world: int) -> Any:
 def test_models_whose_tensors_move_in_turns_are_not_mixed() -> None:
     for steps in run(moving_models, 2, backend=partial(compressing, "topk", density=0.01)):
         assert sum(steps) == 0
+
+
+def nothing_twice(rank: int, world: int, room: str) -> str:
+    first = nothing_to_compress(rank, world, "small")
+    dist.destroy_process_group()
+    dist.init_process_group("sidcomp", init_method=f"file://{room}/second", rank=rank, world_size=world)
+    return first + nothing_to_compress(rank, world, "small")
+
+
+def test_a_second_run_in_one_process_is_told_it_too(tmp_path: Path) -> None:
+    said, other = run(nothing_twice, 2, str(tmp_path), backend=partial(compressing, "topk"))
+    assert said.count("has compressed nothing in 20 backward passes") == 2 and not other
 
 
 def nothing_to_compress(rank: int, world: int, kind: str) -> str:

@@ -14,15 +14,13 @@ from sidcomp import notices
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_said", set())
     monkeypatch.setattr(notices, "_on", False)
     monkeypatch.delenv("SIDCOMP_QUIET", raising=False)
 
 
-def test_a_line_is_said_once_and_on_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_said_on_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
     notices.say("elsewhere", rank=1)
-    for _ in range(2):
-        notices.say("here")
+    notices.say("here")
     notices.say("and this")
     seen = capsys.readouterr()
     assert seen.err == "sidcomp: here\nsidcomp: and this\n" and seen.out == ""
@@ -46,6 +44,18 @@ def test_a_warning_names_the_line_of_the_program() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         notices.warn("on another rank", rank=1)
+
+
+def test_what_one_run_was_told_another_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where Python's filters are the usual ones, which show a warning of one line once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            notices.say("in force")
+            notices.warn("not in force")
+            notices.warn("collected", raises=False)
+    assert capsys.readouterr().err == 2 * "sidcomp: in force\n"
+    assert [str(w.message) for w in caught] == 2 * ["sidcomp: not in force", "sidcomp: collected"]
 
 
 def test_strict_makes_errors_of_warnings(caplog: pytest.LogCaptureFixture) -> None:

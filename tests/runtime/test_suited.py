@@ -12,7 +12,6 @@ import pytest
 import sidcomp
 import torch
 from harness import run
-from sidcomp import notices
 from sidcomp.config import accuracy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,10 +55,7 @@ def test_what_is_named_stays() -> None:
     assert beside(Adam, "auto", candidates=["topk"]) == ["topk"]
 
 
-def test_it_says_what_it_uses(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notices, "_said", set())
+def test_it_says_what_it_uses(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     beside(AdamW, seed=1)
     assert "beside AdamW State() uses int4" in capsys.readouterr().err
     beside(AdamW, "auto", seed=1)

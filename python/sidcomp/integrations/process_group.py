@@ -1099,6 +1099,9 @@ def _describe(call: Call) -> str:
 
 def _make(options: Any, _backend_options: Any) -> ProcessGroup:
     """What torch calls to make a process group of this backend."""
+    global _watch
+    if not dist.is_initialized():  # the default group: another run begins
+        _watch = _Watch()
     rank, size = options.group_rank, options.group_size
     if _given is not None:
         given, configuration = _given
