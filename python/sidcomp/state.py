@@ -350,9 +350,10 @@ class State:
     # ----------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Statistics of this rank so far.
+        """Statistics of this rank since this State was made: what ran before a checkpoint does not count.
 
-        steps, world
+        steps                       begun, also those that were discarded, whose bytes have travelled
+        world
         sent_bytes, received_bytes  passed to and received from exchanges: for an all-reduce the payload's
                                     body once each way, for an all-gather one payload out and world - 1 in
         dense_bytes                 the size of the same gradients in float32
@@ -382,7 +383,7 @@ class State:
         n = sum(g["n"] for g in groups)
         seconds = [f"{what}_seconds" for what in ("encode", "wait", "decode")]
         return {
-            "steps": p.step,
+            "steps": p.current.begun,
             "world": p.exchange.world if p.exchange else 0,
             "sent_bytes": p.current.sent,
             "received_bytes": p.current.received,

@@ -196,7 +196,7 @@ def load_all(
     else:
         state.load_state_dict(states, redistribute=rule)
     loaded = {n: r.numpy().copy() for n, r in residuals_of(state).items()}
-    at = state.stats()["steps"]
+    at = state.state_dict()["step"]
     # A step with zero gradients sends from the memory only.
     trainer.optimizer.zero_grad()
     (trainer.wrapper(torch.ones(4, 12)).sum() * 0.0).backward()

@@ -176,6 +176,52 @@ def test_achieved_density(codec: str) -> None:
     run(sent_elements, 2, codec)
 
 
+def same_span(rank: int, world: int) -> None:
+    """Steps and bytes are counted from the same point on: after a resume, after a checkpoint that a State
+    loads again in the middle of its run, and where a step is discarded."""
+
+    def begin() -> tuple[Trainer, sidcomp.State]:
+        trainer = Trainer(CASES["cap-small"], rank)
+        state = sidcomp.State("topk", density=0.05, groups="model", nonfinite="rollback")
+        sidcomp.register(trainer.wrapper, state)
+        return trainer, state
+
+    def counted(steps: int) -> None:
+        stats = state.stats()
+        assert stats["steps"] == steps and stats["sent_bytes"] == steps * payload, stats["steps"]
+        assert stats["dense_bytes"] == 4 * numel * steps
+
+    trainer, state = begin()
+    numel = sum(p.numel() for _, p in trainer.named())
+    for _ in range(5):
+        trainer.step()
+    payload = sum(g["sent_bytes"] for g in state.stats()["groups"])
+    each = state.log()["sidcomp/wire_bytes"]
+    saved = state.state_dict()
+    trainer.step()
+    state.skip()
+    counted(6)
+    trainer.close()
+    state.close()
+    trainer, state = begin()
+    state.load_state_dict(saved)
+    counted(0)
+    for steps in (3, 6):
+        for _ in range(3):
+            trainer.step()
+        counted(steps)
+        assert state.log()["sidcomp/wire_bytes"] == each
+        assert state.state_dict()["step"] == 8, "but steps have the numbers of the whole run"
+        state.load_state_dict(saved)
+    trainer.close()
+    state.close()
+    assert state.stats()["steps"] == 6
+
+
+def test_steps_and_bytes_are_of_the_same_span() -> None:
+    run(same_span, 2)
+
+
 # ---- the step ----------------------------------------------------------------------------------------------
 
 

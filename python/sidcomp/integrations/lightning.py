@@ -167,4 +167,3 @@ class Compression(Callback):  # type: ignore[misc]
     def _load(self, state: State, states: list[dict[str, Any]]) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         state.load_state_dict(states[rank] if len(states) == world else states)
-        self._session.mark()

@@ -56,14 +56,9 @@ class Session:
         register(ddp, state)
         self.state = state
         self._seen = False
-        self.mark()
+        self._began = state._engine.current.begun
+        self._scalars.take(state._engine, norms=False)
         return state
-
-    def mark(self) -> None:
-        """Begins to count from here: the run begins, or a checkpoint has been loaded."""
-        assert self.state is not None
-        self._began = self.state._engine.step
-        self._scalars.take(self.state._engine, norms=False)
 
     def follow(self, optimizers: list[Any], scaler: Any) -> None:
         """Follows the optimizers, each parameter its own. With a scaler a State can follow only one; of
@@ -84,7 +79,7 @@ class Session:
         """Raises SetupError if the optimizer has stepped, but no gradient has come through sidcomp."""
         if self.state is None or self._seen:
             return
-        if self.state._engine.step == self._began:
+        if self.state._engine.current.begun == self._began:
             raise SetupError(
                 "the optimizer has stepped, but no gradient came to sidcomp: the training step called "
                 "another module than the DDP model, or ran its backward pass under no_sync()"

@@ -87,7 +87,6 @@ class Compression(TrainerCallback):  # type: ignore[misc]
         self._run = rank_states.agree_on_run(own)
         if state.global_step and self._checkpoint:
             rank_states.read(self._resume_from or self._folder(args, state), own)
-            self._session.mark()
         # Before the callbacks that report, so that they see what on_log adds.
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)

@@ -140,7 +140,6 @@ class Engine:
         self._posted = 0  # groups of this step that have been launched
         self._unable: Exception | None = None  # why this rank cannot encode in this step
         self.announced = False  # the line that says what is compressed was printed
-        self._begun = 0  # steps since this engine was made, up to _LOOK_AT
         self._growing = 0  # steps of the present groups, up to STEPS: is a memory growing too fast?
         self._told = False  # a warning has said so
 
@@ -149,7 +148,7 @@ class Engine:
 
     @property
     def step(self) -> int:
-        """The number of steps begun."""
+        """The number of steps begun that were not discarded, also before a checkpoint that was loaded."""
         return self.current.number
 
     @property
@@ -516,10 +515,8 @@ class Engine:
         compare = self._check.on
         if self.watch is not None and (scale := self.watch.scale()) is not None:
             self.update_scale(scale)
-        if self._begun < _LOOK_AT:
-            self._begun += 1
-            if self._begun == _LOOK_AT:
-                self._look_for_scaler()
+        if self.current.begun == _LOOK_AT - 1:
+            self._look_for_scaler()
         if self.unfollowed is not None and self.unfollowed.over:
             self.stop_looking()
         if self._growing <= STEPS:
@@ -545,6 +542,7 @@ class Engine:
                 if g.has_full:
                     self.executor.turn(g)
         self.current.number += 1
+        self.current.begun += 1
         self._posted, self._unable, factors = 0, None, {}
         try:
             factors = self.rates.advance() if self.rates is not None else {}

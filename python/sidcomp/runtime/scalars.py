@@ -19,7 +19,7 @@ class Scalars:
         p.quiet()
         groups = [g for g in p.groups if g.counters.steps]
         now = {
-            "steps": float(p.step),
+            "steps": float(p.current.begun),
             "wire": p.current.wire,
             "plain": p.current.plain,
             "encode": sum(g.counters.encode_ns for g in groups) * 1e-6,

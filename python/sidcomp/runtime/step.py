@@ -16,7 +16,8 @@ class Step:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.number = 0  # steps begun
+        self.number = 0  # steps begun that count, those before a checkpoint that was loaded included
+        self.begun = 0  # steps begun here, which the bytes below are of
         self.error: Exception | None = None  # the last error
         self.nonfinite = False  # a group was not finite, or failed
         self.failed = False  # a group failed
