@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
+import re
+from contextlib import redirect_stderr
 from dataclasses import replace
 from typing import Any
 
@@ -308,6 +311,40 @@ def merged_with_nan(rank: int, world: int) -> None:
 
 def test_a_rank_that_is_not_finite_leaves_the_merge_finite() -> None:
     run(merged_with_nan, 2)
+
+
+def counted(rank: int, world: int) -> dict[str, tuple[str, float, str]]:
+    """What the first line says that the bytes are divided by, and what is counted in the end."""
+    ways: dict[str, Any] = {
+        "samples": lambda m, o, s: sidcomp.LocalError(m, o, s),
+        "rows": lambda m, o, s: sidcomp.LocalError(m, o, s, every=2, noise_correction="rows"),
+        "sketches": lambda m, o, s: sidcomp.LocalError(m, o, s, every=20),
+        "parts": lambda m, o, s: sidcomp.LocalSteps(m, o, s, every=4, parts=2, noise_correction=True),
+        "outer": lambda m, o, s: sidcomp.Outer(m, o, s, every=4, noise_correction=True),
+        "none": lambda m, o, s: sidcomp.LocalError(m, o, s, noise_correction=False),
+    }
+    found = {}
+    for name, make in ways.items():
+        module = network(0)
+        said = io.StringIO()
+        with sidcomp.State("topk", density=0.05, groups="layer") as state, redirect_stderr(said):
+            local = make(module, OPTIMIZERS["AdamW"](module.parameters()), state)
+            for step in range(8 * local.every):
+                module.zero_grad()
+                backward(module, rank, step)
+                local.step()
+            found[name] = said.getvalue(), float(state.stats()["ratio"]), state.explain()
+    return found
+
+
+def test_the_line_counts_what_the_noise_correction_sends() -> None:
+    said, other = run(counted, 2)
+    for name, (text, ratio, explained) in said.items():
+        (times,) = re.findall(r"\(([\d.]+) times as much\)", text)
+        assert float(times) == pytest.approx(ratio, rel=0.02), name
+        assert ("for the noise correction" in text) == (name != "none")
+        assert f"({times} times as much)" in explained
+        assert not other[name][0]
 
 
 def scaled(rank: int, world: int, every: int, fused: bool) -> tuple[float, float]:

@@ -129,7 +129,7 @@ def _explain_named(p: Engine) -> str:
     some = any(map(announcement.compressed, p.groups))
     shapes = {name: shape for b in p.layout.buckets for name, shape in zip(b.names, b.shapes, strict=True)}
     lines = [
-        "sidcomp: " + announcement.line(p.settings, shapes, p.groups, p.exchange.world, p.plain)
+        "sidcomp: " + announcement.line(p.settings, shapes, p.groups, p.exchange.world, p.plain, p.beside)
         if some
         else "sidcomp: " + announcement.nothing(p.settings, shapes, p.groups)
     ]
@@ -138,7 +138,8 @@ def _explain_named(p: Engine) -> str:
     if took:
         lines += [
             "",
-            f"  {p.current.begun} steps; sums over the groups, whose exchanges overlap backward() and one another:",
+            f"  {p.current.begun} steps; sums over the groups, whose exchanges overlap backward() and one "
+            "another:",
         ]
         for kind in _KINDS:
             lines.append(f"  {kind:<34}{sum(t[kind] for t in took) * 1e-9:9.2f} ms a step")

@@ -51,6 +51,7 @@ class GradientNoise:
 
     parameters  float32, with the gradients that are measured. Of a shard of FSDP2, here and below, what the
                 rank holds counts; the ranks of the group hold the same shards
+    nbytes      here and below: what the ranks sum in an exchange, on average
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -63,6 +64,7 @@ class GradientNoise:
         sizes = torch.tensor([len(x) for x in self._places], dtype=torch.int64, device=device)
         self._of = torch.repeat_interleave(torch.arange(count, dtype=torch.int64, device=device), sizes)
         self._message = torch.zeros(len(self._of) + count, dtype=torch.float32, device=device)
+        self.nbytes = self._message.nbytes
         self._slots = torch.split(self._message[: len(self._of)], sizes.tolist())
         # of squares: the means', the ranks' own
         self._sums = torch.zeros(2, count, dtype=torch.float32, device=device)
@@ -157,6 +159,7 @@ class SketchNoise:
         device, count = self._values[0].device, len(self._values)
         self._before = [torch.empty_like(p) for p in self._values]
         self._stride = -(-every // MEASURED)
+        self.nbytes = round(4 * count * (SKETCHES + 1) * every / self._stride)
         self._matrices = [
             (p.shape[0], p.numel() // p.shape[0]) if p.dim() > 1 and p.numel() else (1, p.numel())
             for p in self._values
@@ -353,6 +356,7 @@ class RowNoise:
         left = [max(d**TURNS, SHORTEST) for d in decays]
         decay = torch.tensor(left, dtype=torch.float32, device=device)
         self._turns = [_Turn(rows, widths, decay, turn, device) for turn in range(TURNS)]
+        self.nbytes = round(sum(turn.bytes for turn in self._turns) / TURNS)
         self._signs = torch.Generator(device)
         self._exchanges = 0
         self._work: Any = None

@@ -193,7 +193,8 @@ class LocalError:
         for part in self._parts:
             part.start()
         device = self._parts[0].update.device
-        serve(state, module, named, self._group, device, "LocalError", self._shards.part)
+        beside = self._noise.nbytes if self._noise is not None else 0
+        serve(state, module, named, self._group, device, "LocalError", self._shards.part, beside)
         if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
             ddp.require_backward_grad_sync = False
 

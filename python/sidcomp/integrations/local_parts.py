@@ -246,9 +246,10 @@ def serve(
     device: torch.device,
     what: str,
     part: str = "",
+    beside: int = 0,
 ) -> Model:
     """Makes the State serve the module. group: the ranks, which are connected here; None: the caller connects
-    them. what: the class, for messages; part: which shard these ranks hold.
+    them. what: the class, for messages; part: which shard these ranks hold; beside: as in `Model`.
 
     Plans compare with the same class without a codec."""
     model = Model(
@@ -258,6 +259,7 @@ def serve(
         part,
         plain=f"uncompressed {what}",
         updates=True,
+        beside=beside,
     )
     if state._door is not None and state._door.open:
         raise SetupError("this State serves a model already: give every model a State of its own")

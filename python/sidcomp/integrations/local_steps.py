@@ -135,9 +135,7 @@ class LocalSteps:
         # of each part: the updates that are lengthened, and where their factors are
         self._updates: list[list[tuple[torch.Tensor, int]]] = [[] for _ in self._parts]
         self._stray = Stray(self, self._optimizers, type(self).__name__)
-        self._start(named, process_group)
-        if corrected and self._world > 1:
-            self._measure_noise(corrected)
+        self._start(named, process_group, corrected)
 
     def _measure_noise(self, corrected: list[tuple[str, torch.Tensor, float]]) -> None:
         """corrected: the parameters whose steps are lengthened: name, the optimizer's tensor, and decay."""
@@ -169,8 +167,14 @@ class LocalSteps:
         names = [name for part in self._parts for name in part.names]
         return [(name, p, decays[id(p)]) for name in names if id(p := whole[name]) in decays]
 
-    def _start(self, named: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
-        """Gives all ranks the same parameters, and makes what their exchanges need."""
+    def _start(
+        self,
+        named: dict[str, torch.Tensor],
+        process_group: dist.ProcessGroup | None,
+        corrected: list[tuple[str, torch.Tensor, float]],
+    ) -> None:
+        """Gives all ranks the same parameters, and makes what their exchanges need. corrected: as in
+        `_measure_noise`."""
         state, what = self.state, type(self).__name__
         self._group = group_of(state, process_group)
         moved = [part for part in self._parts if part.update.device != part.parameters[0].device]
@@ -183,8 +187,11 @@ class LocalSteps:
         broadcast([*named.values(), *self.module.buffers()], self._group)
         for part in self._parts:
             part.mark()
+        if corrected and self._world > 1:
+            self._measure_noise(corrected)
+        beside = self._noise.nbytes if self._noise is not None else 0
         device = self._parts[0].update.device
-        serve(state, self.module, named, self._group, device, what, self._shards.part)
+        serve(state, self.module, named, self._group, device, what, self._shards.part, beside)
         if len(self._at) > 1:
             self._form()  # so that groups over several parts are refused here
 

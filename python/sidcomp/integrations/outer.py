@@ -124,10 +124,15 @@ class Outer(LocalSteps):
         how["noise_correction"] = noise_correction
         super().__init__(module, optimizer, state, process_group=process_group, **how)
 
-    def _start(self, named: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
+    def _start(
+        self,
+        named: dict[str, torch.Tensor],
+        process_group: dist.ProcessGroup | None,
+        corrected: list[tuple[str, torch.Tensor, float]],
+    ) -> None:
         self._momenta = {id(part): torch.zeros_like(part.update) for part in self._parts}
         if self.deadline is None:
-            super()._start(named, process_group)
+            super()._start(named, process_group, corrected)
             return
         state, engine, what = self.state, self.state._engine, "Outer"
         store, rank, world = _place()

@@ -34,9 +34,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
-def line(settings: Settings, shapes: Shapes, groups: Sequence[Group], world: int, plain: str) -> str:
+def line(
+    settings: Settings, shapes: Shapes, groups: Sequence[Group], world: int, plain: str, beside: int
+) -> str:
     """Describes groups, some of which are compressed. shapes: those of the model's parameters. plain: what
-    trains it without sidcomp."""
+    trains it without sidcomp. beside: bytes of the door's own all-reduce, for a noise correction."""
     some = [g for g in groups if compressed(g)]
     codecs = list(dict.fromkeys(way(settings, g) for g in some))
     exchanges = list(dict.fromkeys(exchange_of(g) for g in some))
@@ -48,7 +50,7 @@ def line(settings: Settings, shapes: Shapes, groups: Sequence[Group], world: int
     )
     if any(g.in_messages and settings.candidate(g.spec.candidate).choice is None for g in some):
         text += ", which sends fewer bytes than an all-gather here, and encodes their mean a second time"
-    text += _traffic(groups, world, plain)
+    text += _traffic(groups, world, plain, beside)
     if left := _left_out(settings, shapes, groups):
         text += f". Uncompressed: {left}"
     return text
@@ -66,12 +68,16 @@ def _amount(groups: Sequence[Group]) -> tuple[int, int]:
     return len(pieces), sum(p.numel * p.itemsize for p in pieces)
 
 
-def _traffic(groups: Sequence[Group], world: int, plain: str) -> str:
+def _traffic(groups: Sequence[Group], world: int, plain: str, beside: int) -> str:
     if world < 2:
         return "; one rank sends nothing"
-    sent = sum(g.wire_bytes(world) for g in groups)
+    noise = ring_bytes(beside, world)
+    sent = sum(g.wire_bytes(world) for g in groups) + noise
     dense = ring_bytes(_WIDTH * sum(g.n for g in groups), world)
-    text = f"; a rank sends {size(sent)} a step, {plain}'s all-reduce in float32 {size(dense)}"
+    text = f"; a rank sends {size(sent)} a step"
+    if noise:
+        text += f" ({size(noise)} of it for the noise correction)"
+    text += f", {plain}'s all-reduce in float32 {size(dense)}"
     if sent >= dense:
         return text + f": this saves nothing. With this many ranks take another codec, or {plain}"
     return text + f" ({dense / sent:.3g} times as much)"

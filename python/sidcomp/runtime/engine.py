@@ -55,6 +55,7 @@ class Model:
     gradients       the buckets of a step are all gradients of the whole model
     updates         the buckets hold what each rank's own optimizer did. They are all ready when the first one
                     is, and each rank keeps its own error
+    beside          bytes that the door itself all-reduces in each step, for a noise correction
     """
 
     process_group: dist.ProcessGroup
@@ -64,6 +65,7 @@ class Model:
     plain: str = "plain DDP"
     gradients: bool = False
     updates: bool = False
+    beside: int = 0
 
 
 class Tuner(Protocol):
@@ -178,6 +180,11 @@ class Engine:
     def plain(self) -> str:
         """What trains the model without sidcomp, in messages."""
         return self._model.plain if self._model is not None else Model.plain
+
+    @property
+    def beside(self) -> int:
+        """See `Model`."""
+        return self._model.beside if self._model is not None else 0
 
     @property
     def speaker(self) -> int:
@@ -468,8 +475,10 @@ class Engine:
         speaker = self.speaker
         if any(map(announcement.compressed, self.groups)):
             self.announced = True
-            shapes, world = model.shapes, exchange.world
-            notices.say(announcement.line(self.settings, shapes, self.groups, world, model.plain), speaker)
+            said = announcement.line(
+                self.settings, model.shapes, self.groups, exchange.world, model.plain, model.beside
+            )
+            notices.say(said, speaker)
         elif self.tuner is None:
             self.announced = True
             text = announcement.nothing(self.settings, model.shapes, self.groups)
