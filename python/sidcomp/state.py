@@ -69,7 +69,7 @@ class _Ending:
     def __init__(self, what: str, step: Step) -> None:
         self.what, self._step = what, step
         self.controller: Controller | None = None
-        self.copied = False  # a copy of the State may be what trains
+        self.copied = False  # no model has it, and it is a copy, or a copy of it may be what trains
 
     def collected(self) -> None:
         """The State was not closed. Nothing is said in a process that is no rank of several, as in a
@@ -83,7 +83,9 @@ class _Ending:
     def speak(self, how: str, rank: int, raises: bool = True) -> None:
         """how: how the State ended."""
         steps, c = self._step.number, self.controller
-        if not steps and not self.copied:
+        if self.copied:
+            return
+        if not steps:
             notices.warn(
                 f"{self.what} {how} after 0 steps: no gradient has reached it, and nothing was compressed. "
                 "Register it with the model that trains: sidcomp.register(ddp, state), or "
@@ -91,7 +93,7 @@ class _Ending:
                 rank,
                 raises=raises,
             )
-        elif steps and c is not None and not c.report.why:
+        elif c is not None and not c.report.why:
             notices.warn(
                 f"{self.what} {how} after {steps} steps, before it had decided (it was {c.report.stage}): "
                 "nothing was compressed but in trials. Train for more steps, give it the profile= of an "
@@ -339,6 +341,7 @@ class State:
             self._engine.resume.check_part(model.part)
             self._engine.resume.check(model.shapes)
         self._door = door
+        self._ending.copied = False
         self._watch_forward()
         self._look_for_optimizer(model)
 
@@ -815,7 +818,7 @@ class State:
 
     def __getstate__(self) -> dict[str, Any]:
         p = self._engine
-        self._ending.copied = True
+        self._ending.copied = self._door is None
         started = self._closed is None and (p.layout is not None or p.resume is not None)
         memory = self.state_dict() if started else None
         return {"codec": self._codec, "arguments": self._arguments, "memory": memory}
@@ -823,6 +826,7 @@ class State:
     def __setstate__(self, saved: dict[str, Any]) -> None:
         codec, parameters = saved["codec"]
         self.__init__(codec, **saved["arguments"], **parameters)  # type: ignore[misc]
+        self._ending.copied = True
         if saved["memory"] is not None:
             self.load_state_dict(saved["memory"])
 

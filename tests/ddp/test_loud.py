@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
+import io
 import json
+import pickle
 import re
 import sys
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -708,3 +714,170 @@ def test_signs_too_small_for_the_gradients_are_named(
     if expected:
         growth = re.search(r"grown by (\S+) an element", ours[0])
         assert growth is not None and float(growth[1]) > 3e-7 and "eta_s=1e-07 is too small" in ours[0]
+
+
+# ---- copies and conversions --------------------------------------------------------------------------------
+
+
+def copied(rank: int, world: int) -> dict[str, list[str]]:
+    """What is said of copies of a DDP model, and of their States: averages of the weights, and one that
+    trains."""
+    said: dict[str, list[str]] = {}
+    x = torch.ones(4, 12)
+    for name, ddp_arguments, when in (
+        ("before", {}, 0),
+        ("static", {"static_graph": True}, 0),
+        ("after", {}, 2),
+    ):
+        trainer = Trainer(Case(Scrambled, square, ddp=ddp_arguments), rank)
+        state = sidcomp.State("auto" if name == "after" else "topk")
+        sidcomp.register(trainer.wrapper, state)
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        scaler._enabled, scaler._per_optimizer_states = True, defaultdict(dict)  # as on a machine with a GPU
+        if name == "before":
+            state.follow(trainer.optimizer, scaler)
+            assert state._forward is not None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(when):
+                trainer.step()
+            averages = torch.optim.swa_utils.AveragedModel(trainer.wrapper)
+            clone = copy.deepcopy(trainer.wrapper)
+            buffer = io.BytesIO()
+            torch.save(trainer.wrapper, buffer)
+            if name == "before":
+                state.follow(None)
+            for _ in range(2):
+                trainer.step()
+                averages.update_parameters(trainer.wrapper)
+            with torch.no_grad():
+                averages(x)
+            averages(x).sum()
+            del averages
+            gc.collect()
+            said[name] = [str(w.message) for w in caught]
+            caught.clear()
+            for _ in range(2):
+                clone(x).sum().backward()
+            del clone
+            gc.collect()
+            said[f"{name}, trains"] = [str(w.message) for w in caught]
+        assert state.stats()["steps"] == 2 + when
+        trainer.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state.close()
+    kept = pickle.loads(pickle.dumps(sidcomp.State("topk")))
+    sidcomp.register(DDP(Scrambled()), kept)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kept.close()
+    said["registered, and not trained"] = [str(w.message) for w in caught]
+    return said
+
+
+def test_of_copies_only_one_that_trains_is_spoken_of() -> None:
+    ours, other = run(copied, 2)
+    for name in ("before", "static", "after"):
+        assert not ours[name], name
+        (text,) = ours[f"{name}, trains"]
+        assert "DDP does not copy the hook" in text and "wrap the copy's module in a new DDP" in text
+    assert "closed after 0 steps" in ours["registered, and not trained"][0]
+    assert not any(other[name] for name in other if name != "registered, and not trained")
+
+
+CONVERSIONS: dict[str, Any] = {
+    "half": lambda module: module.half(),
+    "double": lambda module: module.double(),
+    "to": lambda module: module.to(torch.bfloat16),
+    "a part": lambda module: module[1].to(torch.bfloat16),
+    "and back": lambda module: module.to(torch.bfloat16).float(),
+}
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(12, 12) for _ in range(3)))
+
+
+def forward(module: nn.Sequential, model: nn.Module) -> Any:
+    """Of a module that has one dtype, or a layer with another one."""
+    kinds = [layer.weight.dtype for layer in module]
+    if len(set(kinds)) > 1:
+        with contextlib.suppress(RuntimeError):
+            return model(torch.ones(4, 12))
+        return torch.ones((), requires_grad=True)
+    return model(torch.ones(4, 12, dtype=kinds[0])).sum()
+
+
+def converted(rank: int, world: int, how: str) -> list[str]:
+    """What is said in the two steps after a conversion, before the first step or later. A layer of another
+    dtype makes DDP itself raise an error later."""
+    found = []
+    for steps in (0,) if how == "a part" else (0, 2):
+        module = layers()
+        ddp = DDP(module)
+        state = sidcomp.State(**SPARSE)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sidcomp.register(ddp, state)
+            for _ in range(steps):
+                forward(module, ddp).backward()
+            CONVERSIONS[how](module)
+            with torch.no_grad():
+                forward(module, ddp)
+            assert not caught, "a program may evaluate in another dtype"
+            if how == "to":
+                with sidcomp.strict(), pytest.raises(sidcomp.StrictError, match="was converted"):
+                    forward(module, ddp)
+            else:
+                for step in range(2):
+                    forward(module, ddp).backward()
+                    assert len(caught) == (rank == 0 and (step > 0 or how != "and back")), step
+            assert state.stats()["steps"] == steps, "DDP has not called the hook again"
+            found += [str(w.message) for w in caught]
+            warnings.simplefilter("ignore")
+            state.close()
+            if how != "and back":  # which leaves nothing to see before a forward pass
+                with pytest.raises(sidcomp.SetupError, match="since DDP wrapped the module"):
+                    sidcomp.register(ddp, sidcomp.State(**SPARSE))
+    return found
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_module_that_was_converted_after_ddp_wrapped_it_is_spoken_of(how: str) -> None:
+    ours, other = run(converted, 2, how)
+    assert not other and len(ours) == {"to": 0, "a part": 1}.get(how, 2)
+    for text in ours:
+        into = {"half": "to float16 on cpu", "double": "to float64 on cpu", "a part": "to bfloat16 on cpu"}
+        assert "was converted since DDP wrapped the module, " in text and into.get(how, "and back") in text
+        assert "the ranks drift apart" in text and "before DDP(module)" in text
+
+
+def converted_locally(rank: int, world: int, kind: Any) -> None:
+    for steps in (0, 2):
+        for how in ("half", "double", "to") if steps else ("to", "a part"):
+            module = layers()
+            optimizer = torch.optim.SGD(module.parameters(), 0.1)
+            with sidcomp.State(**SPARSE) as state:
+                local = kind(module, optimizer, state, every=1)
+                for _ in range(steps):
+                    forward(module, module).backward()
+                    local.step()
+                CONVERSIONS[how](module)
+                before = [p.detach().clone() for p in module.parameters()]
+                name = kind.__name__
+                with pytest.raises(
+                    sidcomp.SetupError, match=f"since {name} was made, from float32 on cpu to "
+                ):
+                    local.step()
+                after = list(module.parameters())
+                assert all(torch.equal(p, q) for p, q in zip(after, before, strict=True))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    state.close()
+
+
+@pytest.mark.parametrize("kind", LOCAL)
+def test_a_module_that_was_converted_under_local_steps_is_refused(kind: Any) -> None:
+    run(converted_locally, 2, kind)

@@ -144,6 +144,8 @@ ELSEWHERE = {  # tested by other files
     "Ray Train with DDP",
     "torch.distributed.checkpoint",
     "torchrun's restarts",
+    "averages of weights, such as `AveragedModel(ddp)`, and other copies",
+    "a framework's wrapper of an optimizer, such as Accelerate's or torchft's",
     "no DDP at all",
     "HSDP: `fully_shard` on two mesh dimensions",
     "plain FSDP2, on one mesh dimension",
@@ -233,6 +235,9 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "a second hook": second_hook,
     "sparse gradients": lambda: sidcomp.register(DDP(nn.Embedding(8, 4, sparse=True)), state()),
     "complex parameters": lambda: parametrized(torch.zeros(4, dtype=torch.complex64)),
+    "a module that was converted after it was wrapped": lambda: sidcomp.register(
+        DDP(network()).bfloat16(), state()
+    ),
     "float64 gradients": lambda: train(DDP(network().double()), x=torch.ones(4, 8).double()),
     "`join()` with a memory": joined,
 }

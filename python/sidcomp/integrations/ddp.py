@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from operator import is_
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp import notices
@@ -84,6 +86,11 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
     if not isinstance(state, State):
         codec = state if isinstance(state, str) else "topk"
         raise ArgumentError(f'state={state!r}: make a State: register(ddp, sidcomp.State("{codec}"))')
+    if how := _converted(ddp):
+        raise SetupError(
+            f"{how} since DDP wrapped the module, and DDP does not average its gradient any more: convert "
+            "the module before DDP(module), or wrap it in a new DDP"
+        )
     refuse(ddp)
     if ddp._comm_hooks:
         raise SetupError(
@@ -270,6 +277,126 @@ def roles(module: torch.nn.Module) -> dict[str, frozenset[str]]:
     }
 
 
+# What DDP's log of a model calls dtypes.
+_CALLED = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
+
+
+def _converted(ddp: DistributedDataParallel) -> str:
+    """Says what the parameters have become since the module was wrapped; "" if they are what they were. Not
+    for a backward pass, in which DDP keeps its log locked."""
+    log = ddp._get_ddp_logging_data() if ddp.logger is not None else {}  # type: ignore[no-untyped-call]
+    then = log.get("dtypes", "").split(", ")
+    for name, p in _reduced(ddp).items():
+        if then != [""] and (now := _CALLED.get(p.dtype)) is not None and now not in then:
+            return f"{name!r} has become {_kind(p)}"
+        if p.device.type != getattr(ddp, "device", p.device).type:
+            return f"{name!r} has moved to {p.device}"
+    return ""
+
+
+def _kind(p: torch.Tensor) -> str:
+    return f"{str(p.dtype)[6:]} on {p.device}"
+
+
+class _Wrapped:
+    """A parameter, and what it was when its module was registered. node: accumulates its gradient, and has
+    DDP's own hook. `module.to(dtype)` and the like replace it, and then DDP averages nothing and says
+    nothing."""
+
+    def __init__(self, name: str, p: torch.nn.Parameter) -> None:
+        self.name, self.p, self.dtype, self.device, self.kind = name, p, p.dtype, p.device, _kind(p)
+        self.node: Any = None
+
+    @property
+    def same(self) -> bool:
+        return self.p.dtype is self.dtype and self.p.device == self.device
+
+    @property
+    def seen(self) -> bool:
+        """Whether DDP still sees its gradient. Takes some microseconds."""
+        return not self.p.requires_grad or get_gradient_edge(self.p).node is self.node
+
+
+class _BeforeForward:
+    """Called before each forward pass of a DDP model, to which it belongs: says at once what DDP does not say
+    of a module that has been converted since, or of a static graph. It does not keep the door alive."""
+
+    def __init__(self, door: "DDPDoor", reduced: dict[str, torch.nn.Parameter]) -> None:
+        self._door = weakref.ref(door)
+        self._all = list(itertools.starmap(_Wrapped, reduced.items()))
+        self._some = [self._all[0], self._all[-1]] if self._all else []
+        for one in self._some:
+            one.node = get_gradient_edge(one.p).node
+        self._first, self._steps, self._told = True, 0, False
+
+    def __reduce__(self) -> "tuple[type[_InCopy], tuple[()]]":
+        return _InCopy, ()
+
+    def __call__(self, ddp: DistributedDataParallel, _: Any) -> None:
+        door = self._door()
+        if door is None or self._told or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        first, self._first = self._first, False
+        rank = dist.get_rank(door.model.process_group)
+        if first and ddp.static_graph and not ddp.require_backward_grad_sync:
+            notices.warn(
+                "DDP(static_graph=True) does not work if its first iteration runs under no_sync(), and never "
+                "averages a gradient: run the first backward pass outside of no_sync()",
+                rank,
+            )
+        found = [one for one in (self._all if first else self._some) if not one.same]
+        if ddp.require_backward_grad_sync:
+            # No gradient has come since the last pass of this kind: was the module converted, and back?
+            if not found and not first and door.steps == self._steps:
+                found = [one for one in self._some if not one.seen]
+            self._steps = door.steps
+        if found:
+            self._told = True
+            then, now = found[0].kind, _kind(found[0].p)
+            how = f"from {then} to {now}" if then != now else "to another dtype or device, and back"
+            notices.warn(
+                f"parameter {found[0].name!r} was converted since DDP wrapped the module, {how}: DDP no "
+                "longer averages its gradient, so none is compressed, and the ranks drift apart. Convert the "
+                "module before DDP(module), or wrap it in a new DDP",
+                rank,
+            )
+
+
+class _InCopy:
+    """Takes the place of `_BeforeForward` in a copy of a DDP model. A copy has no communication hook: DDP
+    copies only its name. That is well for an average of the weights, and is said of one that trains."""
+
+    def __init__(self) -> None:
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+
+    def __reduce__(self) -> "tuple[type[_InCopy], tuple[()]]":
+        return _InCopy, ()
+
+    def __call__(self, ddp: DistributedDataParallel, _: Any) -> None:
+        if self._hook is not None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        group = ddp.process_group
+        trained = next(iter(_reduced(ddp).values()), None)
+        if trained is not None:
+            self._hook = trained.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: self._warn(dist.get_rank(group))
+            )
+
+    def _warn(self, rank: int) -> None:
+        assert self._hook is not None
+        self._hook.remove()
+        notices.warn(
+            "a copy of a DDP model is trained, and DDP does not copy the hook that compresses: wrap the "
+            "copy's module in a new DDP, and register a State of its own",
+            rank,
+        )
+
+
 class _Discovery:
     """Collects the buckets of a step for which there is no layout yet."""
 
@@ -305,10 +432,9 @@ class DDPDoor:
         self._rebuilt = False  # whether DDP had rebuilt its buckets when the layout was made
         self._confirmed = False  # under join(): the layout's buckets have arrived again
         self._discovery: _Discovery | None = None
-        self._steps = 0  # that this door has seen
+        self.steps = 0  # that this door has seen
         self._look_at = _FIRST_LOOK  # the step in which the module is compared with the one that was wrapped
-        # A hook on the forward pass of a static graph, until one has run.
-        self._first = ddp.register_forward_pre_hook(self._before_first) if ddp.static_graph else None
+        ddp.register_forward_pre_hook(_BeforeForward(self, reduced))
         # After a failure, while DDP still runs that step: the error, and the first parameters of the buckets
         # so far.
         self._broken: tuple[Exception, set[int]] | None = None
@@ -333,19 +459,6 @@ class DDPDoor:
             bucket.fail(error)
         if d is not None:
             self.engine.mark_failed()
-
-    def _before_first(self, ddp: torch.nn.Module, _: Any) -> None:
-        """Names what torch ends with an assertion of its own, or not at all."""
-        if not torch.is_grad_enabled():
-            return
-        assert self._first is not None
-        self._first.remove()
-        if not ddp.require_backward_grad_sync:
-            notices.warn(
-                "DDP(static_graph=True) does not work if its first iteration runs under no_sync(), and never "
-                "averages a gradient: run the first backward pass outside of no_sync()",
-                dist.get_rank(self.model.process_group),
-            )
 
     def _look(self, ddp: DistributedDataParallel) -> None:
         """Warns if the module is no longer the one that was wrapped. It looks at every parameter, so only few
@@ -399,8 +512,8 @@ class DDPDoor:
         ddp, engine = self._ddp(), self.engine
         joining = self._joining(ddp)
         if not engine.within and self._discovery is None:
-            self._steps += 1
-            if self._steps == self._look_at:
+            self.steps += 1
+            if self.steps == self._look_at:
                 self._look_at *= _LATER
                 self._look(ddp)
         if self._discovery is None and self._formed:

@@ -25,6 +25,7 @@ from sidcomp.integrations.local_parts import (
     lacks,
     named_group,
     open_engine,
+    refuse_converted,
     serve,
     take_step,
     trained,
@@ -207,6 +208,7 @@ class LocalError:
         what it had not sent before. Call `scaler.update()` as usual. Every rank must call `step` the same
         number of times. Of several optimizers it calls each one's, in order; these, and a GradScaler, take
         no closure. Returns what the last one returns; raises the errors of the exchange."""
+        refuse_converted(self._parts, "LocalError", every=not self.steps)
         sketches = self._noise if isinstance(self._noise, SketchNoise) else None
         if sketches is not None:
             sketches.mark()

@@ -226,6 +226,20 @@ class Part:
         torch.sub(x, self.update, out=self.update)
 
 
+def refuse_converted(parts: Sequence[Part], what: str, every: bool) -> None:
+    """Raises SetupError if the module has other dtypes, or is on another device, than when `what` was made,
+    whose vectors have the former ones. every: looks at all parameters, else at one of each part."""
+    for part in parts:
+        for name, p in zip(part.names if every else part.names[:1], part.parameters, strict=False):
+            moved = p.device != part.update.device and not part.host
+            if moved or p.dtype is not part.update.dtype:
+                then, now = (f"{str(x.dtype)[6:]} on {x.device}" for x in (part.update, p))
+                raise SetupError(
+                    f"parameter {name!r} was converted since {what} was made, from {then} to {now}: convert "
+                    f"the module first, and then make {what}. Nothing has stepped"
+                )
+
+
 def open_engine(state: State) -> Engine:
     """Returns the State's engine for an exchange. Raises SetupError if the State is closed, or follows an
     optimizer."""

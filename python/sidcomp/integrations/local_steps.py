@@ -26,6 +26,7 @@ from sidcomp.integrations.local_parts import (
     lacks,
     named_group,
     open_engine,
+    refuse_converted,
     serve,
     take_step,
     trained,
@@ -200,6 +201,7 @@ class LocalSteps:
         is time to. Each rank's scale is its own. Every rank calls it equally often. Of several optimizers it
         calls each one's, in order; these, and a GradScaler, take no closure. Returns what the last one
         returns; raises the errors of the exchange."""
+        refuse_converted(self._parts, type(self).__name__, every=not self.steps)
         if self._noise is not None:
             self._noise.mark()
         self._stray.expected = True

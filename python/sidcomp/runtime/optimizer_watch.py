@@ -57,6 +57,14 @@ class _Stepped:
         self.found = found
 
 
+class _Blind:
+    """A Watch in a copy of the model whose forward passes it is called before."""
+
+    scaler = None
+
+    def forward(self, *_: Any) -> None: ...
+
+
 class Watch:
     """The optimizers, and the GradScaler that guards the only one, if one does.
 
@@ -90,6 +98,9 @@ class Watch:
         # empty: objects with an optimizer's interface, but no hooks
         known = [getattr(o, "register_step_post_hook", None) for o in optimizers]
         self._hooks = [register(self._stepped) for register in known if register is not None]
+
+    def __reduce__(self) -> tuple[type[_Blind], tuple[()]]:
+        return _Blind, ()
 
     def close(self) -> None:
         for hook in self._hooks:
