@@ -28,8 +28,8 @@ from sidcomp.runtime import checkpoint
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.learning_rates import Rates
-from sidcomp.runtime.optimizer_watch import Unfollowed, Watch
-from sidcomp.runtime.optimizers import Optimizers, chains, enabled
+from sidcomp.runtime.optimizer_watch import Resumed, Unfollowed, Watch
+from sidcomp.runtime.optimizers import Optimizers, chains, enabled, goes_on
 from sidcomp.runtime.scalars import Scalars
 from sidcomp.runtime.step import Step
 
@@ -61,6 +61,10 @@ def _above_zero(x: Any) -> float | None:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     return value if 0 < value < float("inf") else None
+
+
+# The optimizers that have stepped beside a State in this process.
+_met: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 
 
 class _Ending:
@@ -628,12 +632,32 @@ class State:
             )
 
     def _look_for_optimizer(self, model: Model) -> None:
-        """Has `_unsuited` called if Adam steps on the model and the program does not follow it."""
+        """Has `_unsuited` called if Adam steps on the model and the program does not follow it, and `_meet`
+        before the first step, unless the door calls it."""
         p, own = self._engine, self.settings
         p.stop_looking()
+        if model.names and not model.updates and not p.current.begun:
+            p.looking.append(Resumed(self._meet, model.names.keys()))
         costs = own.free and not own.adaptive and accuracy_of.costly(own.accuracy, own.auto) is not None
         if costs and p.rates is None and not self._warned and model.names and not model.updates:
-            p.unfollowed = Unfollowed(self._unsuited, model.names.keys())
+            p.looking.append(Unfollowed(self._unsuited, model.names.keys()))
+
+    def _meet(self, optimizer: "torch.optim.Optimizer", beside: str = "") -> None:
+        """Called before the optimizer's first step on the model: says if it goes on from a checkpoint, and
+        what this State kept was not loaded. beside: what else a program of this door saves."""
+        p, door = self._engine, self._door
+        new = optimizer not in _met
+        _met.add(optimizer)
+        keeps = any(candidate.memory.name != "none" for candidate in self.settings.candidates)
+        if p.informed or not new or not keeps or door is None or not goes_on(optimizer, door.model.names):
+            return
+        notices.say(
+            f"{type(optimizer).__name__} has steps behind it, from a checkpoint, and {self._ending.what} has "
+            "none: if the run before was compressed, its residuals are lost, which is what had not been sent "
+            f"yet. Save {beside}state.state_dict() on every rank, beside the optimizer's, and load it before "
+            "the first step (docs/checkpointing.md)",
+            p.speaker,
+        )
 
     def _unsuited(self, optimizer: "torch.optim.Optimizer") -> None:
         """Warns of what the codec that nobody named costs with this optimizer."""

@@ -881,3 +881,119 @@ def converted_locally(rank: int, world: int, kind: Any) -> None:
 @pytest.mark.parametrize("kind", LOCAL)
 def test_a_module_that_was_converted_under_local_steps_is_refused(kind: Any) -> None:
     run(converted_locally, 2, kind)
+
+
+# ---- a program that resumes without its State --------------------------------------------------------------
+
+KINDS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+    "fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
+    "SGD": lambda p: torch.optim.SGD(p, 0.01),
+}
+
+
+class Run:
+    """Some steps of one door: "follow" and "register" are DDP's, with and without following the optimizer."""
+
+    def __init__(self, door: Any, kind: str, own: sidcomp.State | None) -> None:
+        self.module = layers()
+        self.optimizer = KINDS[kind](self.module.parameters())
+        self.state, self.door, self.model = own, door, self.module
+        self.local: Any = None
+
+    def begin(self) -> None:
+        if self.state is None:
+            return
+        if self.door in ("follow", "register"):
+            self.model = DDP(self.module)  # type: ignore[assignment]
+            sidcomp.register(self.model, self.state)  # type: ignore[arg-type]
+            if self.door == "follow":
+                self.state.follow(self.optimizer)
+        else:
+            self.local = self.door(self.module, self.optimizer, self.state, every=1)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            forward(self.module, self.model).backward()
+            (self.local or self.optimizer).step()
+
+
+def saved_by(door: Any, kind: str) -> dict[str, Any]:
+    """The checkpoint that another process, without DDP, has written."""
+    run = Run(door, kind, None)
+    run.train(5)
+    buffer = io.BytesIO()
+    torch.save(run.optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)  # type: ignore[no-any-return]
+
+
+def resumed(rank: int, world: int, door: Any, kind: str) -> dict[str, list[str]]:
+    """The lines about the optimizer's steps, by what the program does."""
+    told: dict[str, list[str]] = {}
+
+    def nothing(run: Run) -> None: ...
+
+    def load(run: Run) -> None:
+        run.optimizer.load_state_dict(saved_by(door, kind))
+
+    def load_all(run: Run) -> None:
+        load(run)
+        run.state.load_state_dict(kept)  # type: ignore[union-attr]
+
+    def warm_up(run: Run) -> None:
+        run.train(3)
+
+    def take_over(run: Run) -> None:  # a second State in one process
+        run.module, run.model, run.optimizer = again.module, again.module, again.optimizer
+
+    def say(name: str, before: Any, after: Any = nothing, codec: str = "topk") -> Run:
+        run = Run(door, kind, sidcomp.State(codec))
+        seen = len(said())
+        before(run)
+        run.begin()
+        after(run)
+        run.train(3)
+        told[name] = [line for line in said()[seen:] if "steps behind it" in line]
+        return run
+
+    kept = copy.deepcopy(say("fresh", nothing).state.state_dict())  # type: ignore[union-attr]
+    say("resumed", load)
+    say("resumed after the State was made", nothing, load)
+    say("resumed with its State", nothing, load_all)
+    say("after steps without sidcomp", warm_up)
+    say("nothing is kept", load, codec="none")
+    again = say("resumed again", load)
+    assert again.state is not None
+    again.state.close()
+    say("a second State", take_over)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("door", "kind"),
+    [
+        ("follow", "AdamW"),
+        ("register", "momentum"),
+        ("register", "fused"),
+        ("register", "SGD"),
+        (sidcomp.LocalError, "AdamW"),
+        (sidcomp.LocalSteps, "momentum"),
+        (sidcomp.Outer, "AdamW"),
+    ],
+)
+def test_a_run_that_resumes_without_its_state_is_told_so(door: Any, kind: str) -> None:
+    ours, other = run(resumed, 2, door, kind)
+    assert not any(other.values())
+    for name, lines in ours.items():
+        alone = name in ("resumed", "resumed after the State was made", "resumed again")
+        assert len(lines) == (alone and kind != "SGD"), (name, lines)  # plain SGD has nothing to load
+        for line in lines:
+            its = "SGD" if kind == "momentum" else "AdamW"
+            assert line.startswith(
+                f'{its} has steps behind it, from a checkpoint, and State("topk") has none'
+            )
+            local = "" if isinstance(door, str) else f"the state_dict() of {door.__name__} and "
+            assert f"Save {local}state.state_dict() on every rank" in line

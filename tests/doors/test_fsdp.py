@@ -17,6 +17,7 @@ from sidcomp.integrations.distributed_checkpoint import Entries
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -485,6 +486,37 @@ FP16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 def test_what_is_not_supported_says_what_to_do(case: str, said: str) -> None:
     for text in run(refused, 4, case):
         assert said in text
+
+
+def without_its_state(rank: int, world: int, room: str) -> list[str]:
+    """What a program is told that saves its model and its optimizer by torch.distributed.checkpoint, which
+    takes a step of the new optimizer before it loads: in the first run, and in the one that resumes."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    told = []
+    for resumes in (False, True):
+        model = sharded(mesh)
+        adam = torch.optim.AdamW(model.parameters(), 0.01)
+        said = io.StringIO()
+        with sidcomp.State("topk", density=0.1) as state, redirect_stderr(said):
+            sidcomp.fsdp.compress(model, state)
+            if resumes:
+                saved = {"optimizer": get_optimizer_state_dict(model, adam)}
+                checkpoint.load(saved, checkpoint_id=room)
+                set_optimizer_state_dict(model, adam, saved["optimizer"])
+            for step in range(4):
+                adam.zero_grad()
+                backward(model, rank, step)
+                adam.step()
+        told.append(said.getvalue())
+        if not resumes:
+            checkpoint.save({"optimizer": get_optimizer_state_dict(model, adam)}, checkpoint_id=room)
+    return told
+
+
+def test_a_program_that_resumes_without_its_state_is_told_so(tmp_path: Path) -> None:
+    (first, second), others = run(without_its_state, 2, str(tmp_path))
+    assert "steps behind it" not in first and not any(others)
+    assert second.count("AdamW has steps behind it, from a checkpoint") == 1
 
 
 # ---- with the rest of sidcomp

@@ -100,6 +100,7 @@ class Stray:
     def __init__(self, owner: Any, optimizers: Sequence[torch.optim.Optimizer], what: str) -> None:
         self._owner, self._what = weakref.ref(owner), what
         self.expected = False
+        self._met = False  # the first step has been looked at
         for optimizer in optimizers:
             register = getattr(optimizer, "register_step_pre_hook", None)
             if register is not None:
@@ -107,7 +108,12 @@ class Stray:
 
     def __call__(self, optimizer: Any, *_: Any) -> None:
         owner = self._owner()
-        if owner is None or self.expected or owner.state._closed is not None:
+        if owner is None or owner.state._closed is not None:
+            return
+        if self.expected:
+            if not self._met and not owner.steps:  # else its own checkpoint was loaded
+                owner.state._meet(optimizer, f"the state_dict() of {self._what} and ")
+            self._met = True
             return
         # Before torch.distributed.checkpoint loads an optimizer's state, it makes one by a step of rate 0.
         if all("lr" in group and not float(group["lr"]) for group in optimizer.param_groups):

@@ -73,6 +73,7 @@ def read(folder: str | Path, state: State, model: int = 0) -> bool:
     problems = [p for p, _ in told if p]
     if problems and not any(o for _, o in told) and all("there is no" in p for p in problems):
         notices.warn(f"there are no states in {folder}: the residuals start from zero", rank)
+        state._engine.informed = True
         return False
     if problems:
         raise CheckpointError(problems[0])

@@ -54,6 +54,7 @@ class Session:
         if state is None:
             state = self._codec if isinstance(self._codec, State) else State(self._codec, **self._arguments)
         register(ddp, state)
+        state._engine.informed = True  # the callbacks load checkpoints, and say where there is none
         self.state = state
         self._seen = False
         self._began = state._engine.current.begun

@@ -29,7 +29,7 @@ from sidcomp.runtime.group import Group, ring_bytes
 from sidcomp.runtime.growth_check import STEPS, crowded, outgrown
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Key, Rates
-from sidcomp.runtime.optimizer_watch import Unfollowed, Watch, scaler_in_use
+from sidcomp.runtime.optimizer_watch import Looking, Unfollowed, Watch, scaler_in_use
 from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.ranges import profiling
 from sidcomp.runtime.replica_check import ReplicaCheck
@@ -119,7 +119,8 @@ class Engine:
         self.unassigned: checkpoint.Residuals = {}  # of parameters whose groups have no memory now
         self.rates: Rates | None = None  # learning rates of the optimizers that are followed
         self.watch: Watch | None = None  # what that optimizer does
-        self.unfollowed: Unfollowed | None = None  # looks for one that should be followed
+        self.looking: list[Looking] = []  # for optimizers of which something is to be said
+        self.informed = False  # a checkpoint was loaded, or the program knows that there is none
         self.scale: float | None = None  # AMP's loss scale, if it is known
         self.control = self.allocations = 0
         self.place: tuple[int, int] | None = None  # rank and world in checkpoints; None: the exchange's
@@ -503,16 +504,16 @@ class Engine:
             rates.bind(self._model.names, self.groups)
         if self.watch is not None:
             self.watch.close()
-        self.stop_looking()
+        self.stop_looking(Unfollowed)
         self.rates, self.watch = rates, watch
         if watch is not None and watch.scaler is not None:
             self.guarded()
 
-    def stop_looking(self) -> None:
-        """Looks no longer for an optimizer that should be followed."""
-        if self.unfollowed is not None:
-            self.unfollowed.remove()
-            self.unfollowed = None
+    def stop_looking(self, kind: type[Looking] = Looking, over: bool = False) -> None:
+        """Ends what looks for optimizers. over: only what has found one."""
+        for one in [x for x in self.looking if isinstance(x, kind) and (x.over or not over)]:
+            one.remove()
+            self.looking.remove(one)
 
     # ---- a step
     # -------------------------------------------------------------------------------------------------
@@ -526,8 +527,10 @@ class Engine:
             self.update_scale(scale)
         if self.current.begun == _LOOK_AT - 1:
             self._look_for_scaler()
-        if self.unfollowed is not None and self.unfollowed.over:
-            self.stop_looking()
+        if self.looking:
+            self.stop_looking(over=True)
+            for one in self.looking:
+                one.begun = True
         if self._growing <= STEPS:
             self._look_for_growth()
         # Several backward passes may precede the optimizer's step: they are discarded together.
@@ -711,6 +714,7 @@ class Engine:
         """Takes a loaded state, which is put into the groups when they are made. planned: the tuner to
         continue with, and its regime."""
         self.resume, self.layout, self.unassigned = resume, None, {}
+        self.informed = True
         self._kept_groups = resume.layout
         if self.rates is not None:
             self.rates.last = {}  # the loaded state has its own rates

@@ -181,14 +181,15 @@ class Watch:
         return float(self.scaler.get_scale())
 
 
-class Unfollowed:
-    """Watches for Adam, or a relative of it, that steps on a model's parameters and is not followed.
+class Looking:
+    """Watches for the first step of an optimizer on a model's parameters.
 
     It is a hook before the step of every optimizer, and looks at the parameters of each only once. A hook
     must not remove itself, because torch iterates over its hooks: call `remove` when `over`.
     """
 
-    _all: ClassVar["weakref.WeakSet[Unfollowed]"] = weakref.WeakSet()
+    waits: ClassVar[bool] = False  # until a step of the engine has begun
+    _all: ClassVar["weakref.WeakSet[Looking]"] = weakref.WeakSet()
 
     def __init__(self, tell: Callable[[Any], None], parameters: Collection[int]) -> None:
         """tell: a method, whose object is not kept alive. It is called once, with the optimizer, before the
@@ -198,18 +199,22 @@ class Unfollowed:
         self._tell, self._parameters = weakref.WeakMethod(tell), parameters
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._told = False
+        self.begun = False  # a step of the engine has begun
         self._hook = register_optimizer_step_pre_hook(self)
         self._all.add(self)
 
+    def wants(self, optimizer: Any) -> bool:
+        return True
+
     def __call__(self, optimizer: Any, *_: Any) -> None:
-        if self._told or torch.compiler.is_compiling():
+        if self._told or (self.waits and not self.begun) or torch.compiler.is_compiling():
             return
         seen = self._seen.get(id(optimizer))
         if seen is not None and seen() is optimizer:
             return
         self._seen[id(optimizer)] = weakref.ref(optimizer)
         tell = self._tell()
-        if tell is None or not adaptive(optimizer):
+        if tell is None or not self.wants(optimizer):
             return
         if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
             self._told = True
@@ -222,3 +227,17 @@ class Unfollowed:
     def remove(self) -> None:
         self._hook.remove()
         self._all.discard(self)
+
+
+class Unfollowed(Looking):
+    """Watches for Adam, or a relative of it, that steps on a model's parameters and is not followed."""
+
+    def wants(self, optimizer: Any) -> bool:
+        return adaptive(optimizer)
+
+
+class Resumed(Looking):
+    """Watches for the optimizer that steps after the first backward pass, which may have been loaded. Before
+    it, torch.distributed.checkpoint may take a step of rate 0, so that there is a state to load."""
+
+    waits = True

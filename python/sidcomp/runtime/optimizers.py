@@ -5,7 +5,7 @@ made by hand are subclasses of Optimizer which never call its constructor, hold 
 and pass each step on. Such a wrapper has no hooks. The optimizer inside has them, whoever calls its step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,29 @@ def enabled(scaler: Any) -> Any:
     """Returns a GradScaler that scales. One made with enabled=False does nothing, so it counts as None."""
     asked = getattr(scaler, "is_enabled", None)
     return None if callable(asked) and not asked() else scaler
+
+
+def goes_on(optimizer: Any, parameters: Collection[int]) -> bool:
+    """Whether the optimizer has steps of a former process behind it: it has state for these parameters, given
+    by their ids, that its own steps have not made. torch counts how often a tensor was changed in place, and
+    each step changes those of the state once or more, the number of steps among them."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            own = optimizer.state.get(p) if id(p) in parameters else None
+            if own:
+                return _is_loaded(own, p, bool(group.get("fused")))
+    return False
+
+
+def _is_loaded(own: dict[str, Any], p: torch.Tensor, fused: bool) -> bool:
+    """own: the state of a parameter. A fused step does not count what it changes, but for the number of
+    steps."""
+    tensors = [x for x in own.values() if isinstance(x, torch.Tensor)]
+    changed = max((x._version for x in tensors), default=0)
+    if "step" in own:
+        return changed < float(own["step"])
+    # A momentum is made in the first step, and changed from the second step on; loading changes it once.
+    return not fused and changed < 2 and any(x.shape == p.shape for x in tensors)
 
 
 def _unwrapped(optimizer: Any, around: list[Any]) -> list[Any]:
