@@ -42,7 +42,7 @@ typedef enum sid_fuse_status { /* pinned */
     SID_FUSE_E_SEED = -14,          /* the plan in use breaks a forced cut or the cap */
     SID_FUSE_E_ALGORITHM = -15,     /* no such algorithm */
     SID_FUSE_E_OPTION = -16,        /* unknown to the algorithm, or out of range */
-    SID_FUSE_E_NO_DENSE = -17,      /* the algorithm needs a method with neither encode nor decode */
+    SID_FUSE_E_NO_DENSE = -17,      /* the algorithm needs a method without an encode */
     SID_FUSE_E_SPACE = -18          /* scratch is smaller than what was asked for, or misaligned */
 } sid_fuse_status;
 
@@ -69,7 +69,7 @@ typedef struct sid_curve {
 } sid_curve;
 
 typedef struct sid_method {
-    sid_curve encode, exchange, decode; /* neither encode nor decode: "dense" */
+    sid_curve encode, exchange, decode; /* no encode: "dense", whose decode is a copy back */
 } sid_method;
 
 typedef struct sid_instance {

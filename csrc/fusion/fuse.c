@@ -137,8 +137,7 @@ sid_fuse_status sid_fuse(const sid_instance *in, const sid_fuse_request *what, s
     uint32_t dense = 0;
     while (dense < in->n_methods && !sid_is_dense(&in->methods[dense])) dense++;
     if (j.planner->needs_dense && dense == in->n_methods)
-        return sid_fuse_fail(err, SID_FUSE_E_NO_DENSE, "%s needs a method with neither encode nor decode",
-                             j.planner->info.name);
+        return sid_fuse_fail(err, SID_FUSE_E_NO_DENSE, "%s needs a method without an encode", j.planner->info.name);
 
     sid_arena arena = {NULL, 0};
     lay_out(&j, &arena);

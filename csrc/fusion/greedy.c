@@ -234,8 +234,11 @@ static int64_t take_dense(sid_job *j, const int64_t *idle, const uint32_t *from,
     return idle[n];
 }
 
+/* Whether a method has no encode, and, unless copies are to be overlooked, no copy back. */
+static int is_sent(const sid_method *m, int overlook) { return sid_is_dense(m) && (overlook || !m->decode.n); }
+
 /* The optimum, whatever the curves. */
-static int64_t best_dense(sid_job *j) {
+static int64_t best_dense(sid_job *j, int overlook) {
     const sid_problem *p = &j->problem;
     const uint32_t n = p->in->n;
     int64_t *idle = j->w, *method = j->v;
@@ -244,7 +247,7 @@ static int64_t best_dense(sid_job *j) {
     for (uint32_t x = 0; x < n; x++)
         for (uint32_t m = 0; m < p->in->n_methods; m++) {
             const sid_method *q = &p->in->methods[m];
-            if (!sid_is_dense(q)) continue;
+            if (!is_sent(q, overlook)) continue;
             sid_piece at = {0};
             for (uint32_t i = x + 1; i <= p->far[x]; i++) {
                 const int64_t bytes = p->size[i] - p->size[x], ready = p->in->forward_ps + p->back[i];
@@ -293,13 +296,14 @@ static int64_t best_dense_on_line(sid_job *j, uint32_t method, const line *g) {
     return take_dense(j, idle, from, v);
 }
 
-int64_t sid_dense(sid_job *j) {
+/* The plans of the methods that is_sent() names. Copies that are overlooked only delay: their bound holds all the same. */
+static int64_t dense_plans(sid_job *j, int overlook) {
     const sid_problem *p = &j->problem;
     const int64_t total = p->size[p->in->n];
     uint32_t methods = 0, last = 0;
     uint64_t pairs = 0;
     for (uint32_t m = 0; m < p->in->n_methods; m++)
-        if (sid_is_dense(&p->in->methods[m])) {
+        if (is_sent(&p->in->methods[m], overlook)) {
             methods++;
             last = m;
         }
@@ -309,10 +313,22 @@ int64_t sid_dense(sid_job *j) {
     if (methods == 1 && is_line(&p->in->methods[last].exchange, total, &l) &&
         (!l.rise.rest || pairs > MOST_PAIRS_ROUNDED))
         return best_dense_on_line(j, last, &l) - (l.rise.rest ? p->in->n : 0);
-    if (pairs * methods <= MOST_PAIRS) return best_dense(j);
+    if (pairs * methods <= MOST_PAIRS) return best_dense(j, overlook);
     for (uint32_t m = 0; m < p->in->n_methods; m++)
-        if (sid_is_dense(&p->in->methods[m])) one_method(j, m);
+        if (is_sent(&p->in->methods[m], overlook)) one_method(j, m);
     return 0;
+}
+
+int64_t sid_dense(sid_job *j) {
+    const sid_instance *in = j->problem.in;
+    const int64_t bound = dense_plans(j, 0);
+    int copying = 0;
+    for (uint32_t m = 0; m < in->n_methods; m++) {
+        if (!sid_is_dense(&in->methods[m]) || !in->methods[m].decode.n) continue;
+        copying = 1;
+        one_method(j, m);
+    }
+    return copying ? dense_plans(j, 1) : bound;
 }
 
 /* ---- the best of all methods --------------------------------------------------------------------------------- */

@@ -68,7 +68,8 @@ static inline sid_cost sid_cost_near(const sid_method *m, sid_pieces *p, int64_t
 /* The smallest cost of one group of `from` to `to` bytes; 0 where the stage does not exist. */
 int64_t sid_least(const sid_curve *c, int64_t from, int64_t to);
 
-static inline int sid_is_dense(const sid_method *m) { return !m->encode.n && !m->decode.n; }
+/* Not compressed. A decode is then the copy back, of a group that is no bucket of DDP. */
+static inline int sid_is_dense(const sid_method *m) { return !m->encode.n; }
 
 /* ---- a prepared instance ---------------------------------------------------------------------------------------- */
 
@@ -187,7 +188,8 @@ typedef struct sid_planner {
     void (*run)(sid_job *j);                  /* leaves a plan in j->best */
 } sid_planner;
 
-/* greedy.c: offers the best dense plan, where there is a dense method. Returns a bound of all dense plans; 0: none is known. */
+/* greedy.c: offers the best dense plan, where there is a dense method; with a copy back, a good one. Returns a bound of all
+ * dense plans; 0: none is known. */
 int64_t sid_dense(sid_job *j);
 /* Plans of one method each, only that one or (-1) all, and the dense optimum. */
 void sid_pg(sid_job *j, int64_t only);

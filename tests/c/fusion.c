@@ -33,10 +33,25 @@ static void check_plan(const tiny *t, const char *algorithm, const planned *p, i
           p->plan.exact, (unsigned long long)p->plan.work);
 }
 
+/* "dense" compresses nothing; whoever takes one method for all takes one that compresses, where there is one. */
+static void check_choice(const tiny *t, const sid_algorithm *a, const planned *p, int64_t uncompressed) {
+    int compressing = 0, grouping = 0, all = 1, none = 1;
+    for (uint32_t m = 0; m < t->in.n_methods; m++) compressing |= t->in.methods[m].encode.n != 0;
+    for (uint32_t i = 0; i < a->n_options; i++) grouping |= !strcmp(a->options[i].name, "method");
+    for (uint32_t k = 0; k < p->plan.groups; k++) {
+        all &= t->in.methods[p->methods[k]].encode.n != 0;
+        none &= t->in.methods[p->methods[k]].encode.n == 0;
+    }
+    if (!strcmp(a->name, "dense")) CHECK(none && uncompressed <= p->plan.time_ps, "dense: compresses");
+    if (grouping && !a->takes_seed && strcmp(a->name, "threshold"))
+        CHECK(compressing ? all : none, "%s: compresses %s", a->name, none ? "nothing" : "some");
+}
+
 static void check_all(const tiny *t, kind k) {
-    const int64_t best = brute(&t->in, 0);
-    int64_t dense = brute(&t->in, 1);
-    const int none = dense == INT64_MAX;
+    const int64_t best = brute(&t->in, ANY);
+    int64_t dense = brute(&t->in, IN_PLACE);
+    const int64_t uncompressed = brute(&t->in, DENSE);
+    const int none = uncompressed == INT64_MAX;
     if (t->in.slowdown_permille) dense = INT64_MAX; /* is not promised then */
     const planned seed = plan_tiny(&t->in, "even", NULL, 0, NULL);
     for (uint32_t i = 0; sid_algorithm_at(i); i++) {
@@ -48,6 +63,7 @@ static void check_all(const tiny *t, kind k) {
             continue;
         }
         check_plan(t, a->name, &p, best);
+        check_choice(t, a, &p, uncompressed);
         if (labels || (k == AFFINE && (!strcmp(a->name, "pg") || !strcmp(a->name, "cupcake-repaired"))))
             CHECK(p.plan.exact && p.plan.time_ps == best, "%s: %lld, best %lld", a->name, (long long)p.plan.time_ps,
                   (long long)best);
@@ -118,7 +134,7 @@ void test_fuse_vectors(void) {
                     {"mergecomp", wide, 2, v->mergecomp},
                     {"cupcake", NULL, 0, v->printed},
                     {"cupcake-repaired", NULL, 0, v->repaired}};
-        CHECK(brute(&in, 0) == v->best, "vector %zu: brute force finds %lld", i, (long long)brute(&in, 0));
+        CHECK(brute(&in, ANY) == v->best, "vector %zu: brute force finds %lld", i, (long long)brute(&in, ANY));
         for (size_t k = 0; k < sizeof runs / sizeof *runs; k++) {
             const planned p = plan_tiny(&in, runs[k].name, runs[k].settings, runs[k].n_settings, NULL);
             CHECK(!p.status && p.plan.time_ps == runs[k].want, "vector %zu: %s finds %lld, not %lld", i, runs[k].name,
@@ -172,7 +188,7 @@ void test_fuse_robust(void) {
     for (int i = 0; i < 120; i++) {
         tiny_make(&t, &d, (kind)(i % KINDS), 1 + rng_below(&d.r, 8), 1 + (uint32_t)(i % KINDS == GENERAL));
         const planned seed = plan_tiny(&t.in, "even", NULL, 0, NULL);
-        const int64_t dense = brute(&t.in, 1), best = brute(&t.in, 0);
+        const int64_t dense = brute(&t.in, IN_PLACE), best = brute(&t.in, ANY);
         for (int labels = 0; labels < 2; labels++) {
             const char *name = labels ? "ldp" : "pg";
             const sid_fuse_setting s[] = {{"scenarios", 1 + i % 16}, {"scenario_permille", i * 8}, {"seed", i}};
@@ -214,7 +230,7 @@ void test_fuse_limits(void) {
     const planned exact = plan_tiny(&in, "ldp", &EXACT, 1, NULL);
     const sid_fuse_setting one[] = {{"thin_ps", 0}, {"work_limit", 1}};
     const planned early = plan_tiny(&in, "ldp", one, 2, NULL), pg = plan_tiny(&in, "pg", NULL, 0, NULL);
-    CHECK(exact.plan.exact && exact.plan.time_ps == brute(&in, 0), "ldp: %lld", (long long)exact.plan.time_ps);
+    CHECK(exact.plan.exact && exact.plan.time_ps == brute(&in, ANY), "ldp: %lld", (long long)exact.plan.time_ps);
     CHECK(early.plan.time_ps <= pg.plan.time_ps && early.plan.lower_bound_ps <= exact.plan.time_ps, "ldp, cut: %lld",
           (long long)early.plan.time_ps);
     const sid_fuse_setting wide[] = {{"groups", 5}, {"alpha_permille", 0}, {"work_limit", 9}};
@@ -352,7 +368,7 @@ void test_fuse_edges(void) {
         CHECK(sid_fuse_check(&t.in, &err) == SID_FUSE_E_SUM && strstr(err.text, "2^60"), "shape %d: %s", shape,
               err.text);
         t.backward[0] = lo;
-        const int64_t best = brute(&t.in, 0);
+        const int64_t best = brute(&t.in, ANY);
         for (uint32_t i = 0; sid_algorithm_at(i); i++) {
             const char *name = sid_algorithm_at(i)->name;
             const planned p = plan_tiny(&t.in, name, &EXACT, !strcmp(name, "ldp"), NULL);

@@ -143,23 +143,27 @@ int legal(const sid_instance *in, uint32_t groups, const uint32_t *ends) {
     return 1;
 }
 
-static wide best_from(const sid_instance *in, clocks c, uint32_t from, int dense) {
+static int allowed(const sid_method *m, choice of) {
+    return of == ANY || (!m->encode.n && (of == DENSE || !m->decode.n));
+}
+
+static wide best_from(const sid_instance *in, clocks c, uint32_t from, choice of) {
     if (from == in->n) return later(c.decode, c.main + c.late);
     wide best = INT64_MAX;
     for (uint32_t end = from + 1; end <= in->n && fits(in, from, end); end++)
         for (uint32_t m = 0; m < in->n_methods; m++) {
-            if (dense && (in->methods[m].encode.n || in->methods[m].decode.n)) continue;
+            if (!allowed(&in->methods[m], of)) continue;
             clocks next = c;
             put(in, &next, from, end, m);
-            const wide t = best_from(in, next, end, dense);
+            const wide t = best_from(in, next, end, of);
             if (t < best) best = t;
         }
     return best;
 }
 
-int64_t brute(const sid_instance *in, int dense) {
+int64_t brute(const sid_instance *in, choice of) {
     const clocks c = {in->forward_ps, in->forward_ps, in->forward_ps, in->forward_ps, 0};
-    return (int64_t)best_from(in, c, 0, dense);
+    return (int64_t)best_from(in, c, 0, of);
 }
 
 /* ---- a call ------------------------------------------------------------------------------------------------------- */

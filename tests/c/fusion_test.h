@@ -38,8 +38,14 @@ typedef struct tiny {
 void tiny_make(tiny *t, draws *d, kind k, uint32_t n, uint32_t n_methods);
 
 int64_t model_time(const sid_instance *in, uint32_t groups, const uint32_t *ends, const uint8_t *methods);
-/* The best over all plans that keep cuts and cap; dense: of groups that are not compressed (INT64_MAX: there are none). */
-int64_t brute(const sid_instance *in, int dense);
+/* Plans of all groups, of those that are not compressed, of those among them that are not copied back either. */
+typedef enum choice {
+    ANY,
+    DENSE,
+    IN_PLACE
+} choice;
+/* The best over all such plans that keep cuts and cap (INT64_MAX: there are none). */
+int64_t brute(const sid_instance *in, choice of);
 /* 1 if the plan keeps cuts and cap. */
 int legal(const sid_instance *in, uint32_t groups, const uint32_t *ends);
 

@@ -43,9 +43,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *d, size_t size) {
     MUST(p.intact && legal(&t.in, p.plan.groups, p.ends));
     MUST(!sid_fuse_evaluate(&t.in, p.plan.groups, p.ends, p.methods, &time, NULL, NULL) && time == p.plan.time_ps);
     MUST(time == model_time(&t.in, p.plan.groups, p.ends, p.methods));
-    const int64_t best = brute(&t.in, 0);
+    const int64_t best = brute(&t.in, ANY);
     MUST(p.plan.lower_bound_ps <= best && best <= time && p.plan.exact == (p.plan.lower_bound_ps == time));
-    if (labels || !strcmp(a->name, "pg")) MUST(time <= brute(&t.in, 1));
+    if (labels || !strcmp(a->name, "pg")) MUST(time <= brute(&t.in, IN_PLACE));
     if (labels && !settings[0].value && !settings[1].value) MUST(p.plan.exact);
     return 0;
 }

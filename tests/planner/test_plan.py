@@ -586,7 +586,7 @@ def test_bad_plans_are_refused_by_name(plan: Any, message: str) -> None:
         ("pg", {"nosuch": 1}, "nosuch"),
         ("even", {"groups": 0}, "groups"),
         ("even", {"method": "m7"}, "no method is called 'm7': the instance has m0, m1"),
-        ("dense", {}, "dense needs a method with neither encode nor decode"),
+        ("dense", {}, "dense needs a method without an encode"),
     ],
 )
 def test_bad_requests_are_refused_by_name(algorithm: str, options: dict[str, Any], message: str) -> None:
@@ -688,7 +688,7 @@ def test_command_lists_algorithms_and_options() -> None:
         (["nosuch.json"], "cannot read the instance nosuch.json"),
         (["--option", "groups"], "'groups' is not NAME=VALUE"),
         (["--algorithm", "nosuch"], "nosuch"),
-        (["--all", "--option", "groups=2"], "compares defaults"),
+        (["--all", "--option", "groups=2"], "compares all algorithms"),
     ],
 )
 def test_command_says_what_is_wrong(saved: Path, arguments: list[str], message: str) -> None:

@@ -1,6 +1,7 @@
 """`sidcomp plan --profile`: a saved profile gives the plan that a State would make from it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import sidcomp
 from sidcomp.cli.app import app
 from sidcomp.planner import fusion
 from sidcomp.planner.profile import Profile
-from test_profile import make_profile
+from test_profile import MS, line, make_profile
 from typer.testing import CliRunner
 
 
@@ -45,6 +46,23 @@ def test_it_shows_what_was_measured_beside_what_is_planned(tmp_path: Path) -> No
     assert "profile of 2 ranks, gloo, cpu: plain DDP took 60.000 ms a step" in done.stdout
     rows = json.loads(run("--profile", tmp_path / "profile.json", "--all", "--json").stdout)
     assert {r["algorithm"] for r in rows} >= {"pg", "ldp", "dense"}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_groupings_are_compared_by_the_method_that_suits_them(turned: bool, tmp_path: Path) -> None:
+    """A profile's dense has a decode, the copy back. It is no method that compresses all the same, and the
+    order of the others decides nothing."""
+    dense, topk = make_profile().methods
+    dense = replace(dense, decode=line(10**6, 40))
+    slow = replace(topk, name="int8", codec="int8", parameters={}, exchange_curve=line(MS, 4000))
+    path = saved(tmp_path, methods=[dense, topk, slow] if turned else [dense, slow, topk])
+    rows = {r["algorithm"]: r for r in json.loads(run("--profile", path, "--all", "--json").stdout)}
+    assert all("refused" not in row for row in rows.values())
+    assert rows["dense"]["methods"] == ["dense"]
+    for name in ("layerwise", "even", "bucket", "mergecomp", "cupcake", "cupcake-repaired"):
+        assert rows[name]["methods"] == ["topk density=0.01"], name
+    first = json.loads(run("--profile", path, "--algorithm", "even", "--json").stdout)
+    assert set(first["methods"]) == {1}  # without --all: the first that compresses, as --list says
 
 
 def test_groups_do_not_mix_kinds_of_tensors(tmp_path: Path) -> None:

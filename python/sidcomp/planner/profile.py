@@ -241,8 +241,8 @@ class Profile:
         contention  per mille: 0: exchanges cost their isolated time, as after the backward pass; 1000: their
                     overlapped time. This is at most the isolated time and the whole backward pass: an
                     exchange is not slowed down any more when the pass has ended
-        copied      True: dense groups include the copy back, which all but DDP's own buckets need; False:
-                    dense has neither encode nor decode, as planners expect
+        copied      True: dense groups include the copy back, which all but DDP's own buckets need: their
+                    decode; False: dense has no decode
         """
         if not 0 <= contention <= 1000:
             raise ArgumentError(f"contention={contention}: give a number from 0 to 1000 (per mille)")
