@@ -141,9 +141,6 @@ def sweep(rank: int, world: int) -> tuple[int, list[str]]:
                     function(**{**sound, parameter.name: value})
                 except sidcomp.SidcompError:
                     continue
-                except FileNotFoundError as e:  # which names the file
-                    if value != "x":
-                        wrong.append(f"{what}: {e!r}")
                 except Exception as e:
                     wrong.append(f"{what}: {e!r}")
                 else:

@@ -285,6 +285,10 @@ def test_wrong_names_are_found_by_register() -> None:
     ("arguments", "meant"),
     [
         ({"codec": "topkk"}, "topk"),
+        ({"codec": "TopK"}, "topk"),
+        ({"memory": "Residual"}, "residual"),
+        ({"codec": "topk", "DENSITY": 0.1}, "density"),
+        ({"groups": "BUCKET"}, "bucket"),
         ({"memory": "residul"}, "residual"),
         ({"codec": "topk", "densty": 0.1}, "density"),
         ({"codec": "topk", "exchange": "twoshots"}, "twoshot"),

@@ -117,12 +117,17 @@ def test_ranks_that_fail_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--codec auto", "always included"),
         ("--model nowhere.json", "cannot read the model"),
         ("--plot .", "is a folder"),
+        ("--plot p.nosuch", "no picture ends in .nosuch"),
+        ("--save .", "is a folder"),
+        ("--save no/such/profile.json", "no file can be written there"),
     ],
 )
 def test_a_bad_command_line_says_what_to_change(
     line: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
+    if "picture" in words:
+        pytest.importorskip("matplotlib")
     monkeypatch.setattr(bench, "measured", lambda *_: pytest.fail("it has started ranks"))
     done = run(*line.split())
     assert done.exit_code == 2

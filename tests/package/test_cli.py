@@ -151,6 +151,36 @@ def test_every_command_and_option_has_help() -> None:
             assert option.help, f"{name} {option.name}"
 
 
+@pytest.mark.parametrize("n", ["1e6", "1000000", "1_000_000", "1.0e6"])
+def test_a_count_may_be_written_as_people_write_it(n: str) -> None:
+    done = run("simulate", "topk", "-n", n)
+    assert done.stdout.startswith("ms for 1,000,000 elements"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "typed, offered",
+    [
+        ("simulate to", {"topk"}),
+        ("codecs sid", {c.name for c in sidcomp.codecs() if c.name.startswith("sid")}),
+        ("estimate --codec int", {c.name for c in sidcomp.codecs() if c.name.startswith("int")}),
+        ("plan --algorithm cup", {"cupcake", "cupcake-repaired"}),
+        ("plan --option work", {"work_limit="}),
+        ("simulate --param dens", {"density="}),
+        ("simulate --late", {"--latency-us"}),
+        ("est", {"estimate"}),
+    ],
+)
+def test_a_shell_completes_commands_options_and_the_names_of_the_registry(
+    typed: str, offered: set[str]
+) -> None:
+    words = ["sidcomp", *typed.split()]
+    asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    done = CliRunner().invoke(
+        app, [], env={"_SIDCOMP_COMPLETE": "complete_bash", **asked}, prog_name="sidcomp"
+    )
+    assert set(done.stdout.split()) == offered
+
+
 # ---- bad command lines -------------------------------------------------------------------------------------
 
 GOOD = {
@@ -183,6 +213,7 @@ plan {twice}
 plan {infinite}
 plan {other}
 plan {good} --algorithm nosuch
+plan {good} --algorithm PG
 plan {good} --all --option groups=1
 plan {good} --all --plot {folder}/p.png
 plan {good} --option groups
@@ -203,6 +234,9 @@ simulate nosuch --measure
 simulate powersgd
 simulate topk -n -1
 simulate topk -n 1.5
+simulate topk -n 1e400
+simulate topk -n nan
+simulate topk -n many
 simulate topk -n 99999999999999999999
 simulate topk -n 1000000000000000
 simulate topk --gbit nan

@@ -19,7 +19,6 @@ from sidcomp.errors import SidcompError
 app = typer.Typer(
     help="Gradient compression for PyTorch DDP: what there is, and what works on this machine.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from sidcomp.cli.common import Codecs, Json, codecs_of, refuse_folder
+from sidcomp.cli.common import Codecs, Json, codecs_of, refuse_plot, refuse_unwritable
 from sidcomp.config.accuracy import CodecSpec
 from sidcomp.errors import ArgumentError, SetupError, SidcompError
 from sidcomp.planner.profile import Method, Profile, format_bytes
@@ -52,7 +52,8 @@ def bench_command(
 ) -> None:
     """Measure encode, exchange and decode of codecs between ranks of this machine."""
     try:
-        refuse_folder(plot)
+        refuse_plot(plot)
+        refuse_unwritable("--save", save)
         if not 2 <= ranks <= 64:
             raise ArgumentError(f"--ranks {ranks}: 2 to 64")
         if not 0 < seconds <= 3600:

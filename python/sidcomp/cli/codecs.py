@@ -7,14 +7,17 @@ from typing import Annotated, Any
 import typer
 
 from sidcomp import core as _core
-from sidcomp.cli.common import Json, grid
+from sidcomp.cli.common import Json, codec_names, grid
 from sidcomp.config.registry import Codec, Parameter, codecs, find_codec, memories
 from sidcomp.errors import ParameterError
 from sidcomp.planner import fusion
 
 
 def codecs_command(
-    name: Annotated[str | None, typer.Argument(help="One codec: its page. Without it: the list.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="One codec: its page. Without it: the list.", autocompletion=codec_names),
+    ] = None,
     as_json: Json = False,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the registry as docs/codecs.md.")

@@ -1,19 +1,50 @@
 """What several commands share."""
 
+import math
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from sidcomp import core as _core
 from sidcomp.config.accuracy import CodecSpec
+from sidcomp.config.registry import codecs, exchanges, memories
 from sidcomp.config.settings import DEFAULT
+from sidcomp.errors import SetupError
+
+# What a shell completes, by its Tab key. Each is asked with what has been typed of the word.
+
+
+def codec_names(incomplete: str) -> list[str]:
+    return [c.name for c in codecs() if c.name.startswith(incomplete)]
+
+
+def parameter_names(incomplete: str) -> list[str]:
+    """NAME= of codecs, memories and exchanges."""
+    names = dict.fromkeys(p.name for e in (*codecs(), *memories(), *exchanges()) for p in e.parameters)
+    return [f"{name}=" for name in names if name.startswith(incomplete)]
+
+
+def algorithm_names(incomplete: str) -> list[str]:
+    return [a["name"] for a in _core.algorithms() if a["name"].startswith(incomplete)]
+
+
+def option_names(incomplete: str) -> list[str]:
+    """NAME= of the planning algorithms."""
+    names = dict.fromkeys(o["name"] for a in _core.algorithms() for o in a["options"])
+    return [f"{name}=" for name in names if name.startswith(incomplete)]
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Codecs = Annotated[
     list[str] | None,
-    typer.Option(help='A codec and its parameters, as in "topk density=0.01"; may be repeated.'),
+    typer.Option(
+        help='A codec and its parameters, as in "topk density=0.01"; may be repeated.',
+        autocompletion=codec_names,
+    ),
 ]
 
 
@@ -23,10 +54,48 @@ def grid(*rows: Sequence[str]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def refuse_folder(path: Path | None) -> None:
-    """Raises ValueError if `path` is a folder, beside which matplotlib would write a file."""
-    if path is not None and path.is_dir():
-        raise ValueError(f"--plot {path} is a folder; name a file in it")
+def count(text: object) -> int:
+    """ "1000000", "1_000_000" and "1e6" as a whole number; for the command line."""
+    try:
+        return int(str(text))
+    except ValueError:
+        pass
+    try:
+        number = float(str(text))
+    except ValueError:
+        number = math.nan
+    if not number.is_integer() or abs(number) >= 2**63:
+        raise typer.BadParameter(f"{text!r} is not a whole number, such as 1000000 or 1e6")
+    return int(number)
+
+
+def refuse_unwritable(option: str, path: Path | None) -> None:
+    """Raises ValueError where no file can be written: before a measurement, not after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder; name a file in it")
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as e:
+        raise ValueError(f"{option} {path}: no file can be written there: {e.strerror}") from None
+
+
+def refuse_plot(path: Path | None) -> None:
+    """Raises ValueError or SetupError where no picture can be drawn."""
+    if path is None:
+        return
+    refuse_unwritable("--plot", path)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SetupError("a picture needs matplotlib: pip install matplotlib") from None
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in {"", *known}:
+        raise ValueError(f"--plot {path}: no picture ends in {path.suffix}; choose one of {', '.join(known)}")
 
 
 # What `estimate` and `bench` compare where no codec is named: the default, and one of each kind.

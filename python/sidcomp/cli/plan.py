@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from sidcomp import core as _core
-from sidcomp.cli.common import Json, refuse_folder
+from sidcomp.cli.common import Json, algorithm_names, option_names, refuse_plot
+from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError, SidcompError
 from sidcomp.planner import fusion, plan_plot
 from sidcomp.planner.profile import Profile
@@ -97,7 +98,7 @@ def compare(instance: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _suited(instance: dict[str, Any], algorithm: dict[str, Any]) -> dict[str, Any]:
+def _suited(instance: dict[str, Any], algorithm: "_core.AlgorithmInfo") -> dict[str, Any]:
     """The algorithm's plan: the fastest of those by each method, where one is to be named."""
     plans = [fusion.plan(instance, algorithm["name"])]
     if any(o["name"] == "method" for o in algorithm["options"]):
@@ -167,9 +168,15 @@ def plan_command(
             help="A saved profile, in place of INSTANCE: state.profile.save(), sidcomp bench --save."
         ),
     ] = None,
-    algorithm: Annotated[str, typer.Option(help="Who plans; --list tells which there are.")] = "pg",
+    algorithm: Annotated[
+        str,
+        typer.Option(help="Who plans; --list tells which there are.", autocompletion=algorithm_names),
+    ] = "pg",
     option: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE, an option of the algorithm; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE, an option of the algorithm; may be repeated.", autocompletion=option_names
+        ),
     ] = None,
     every: Annotated[
         bool,
@@ -194,6 +201,7 @@ def plan_command(
         )
     try:
         source = Profile.load(profile) if profile is not None else None
+        refuse_plot(plot)
         loaded = fusion.load(source.fitted_instance() if source is not None else _instance(instance))
         if every:
             rows = compare(loaded)
@@ -202,8 +210,8 @@ def plan_command(
             else:
                 show_comparison(rows)
             return
+        _check_name(algorithm)
         found = fusion.plan(loaded, algorithm, **options_of(option or []))
-        refuse_folder(plot)
         if plot is not None:
             name = Path(profile or instance or "").name
             plan_plot.draw({"predicted": found["timeline"]}, plot, f"{name}, {algorithm}")
@@ -215,6 +223,13 @@ def plan_command(
         show(loaded, found)
         if source is not None:
             _console().print(escape(profiled(source)))
+
+
+def _check_name(algorithm: str) -> None:
+    names = [a["name"] for a in _core.algorithms()]
+    if algorithm not in names:
+        meant = suggestion(algorithm, names)
+        raise ArgumentError(f"no algorithm is named {algorithm!r}{meant}; there are: {', '.join(names)}")
 
 
 def _instance(path: Path | None) -> Any:

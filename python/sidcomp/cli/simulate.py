@@ -8,24 +8,33 @@ from typing import Annotated, Any
 
 import typer
 
-from sidcomp.cli.common import Json, grid, refuse_folder, settings_of
+from sidcomp.cli.common import Json, codec_names, count, grid, parameter_names, refuse_plot, settings_of
 from sidcomp.errors import SidcompError
 from sidcomp.standalone.simulation import Link, measure, simulate
 
 
 def simulate_command(
-    codec: Annotated[str, typer.Argument(help="One that `sidcomp codecs` lists.")] = "topk",
-    elements: Annotated[int, typer.Option("-n", "--elements", help="Of the gradient.")] = 25_000_000,
+    codec: Annotated[
+        str, typer.Argument(help="One that `sidcomp codecs` lists.", autocompletion=codec_names)
+    ] = "topk",
+    elements: Annotated[
+        int, typer.Option("-n", "--elements", parser=count, metavar="N", help="Of the gradient; 1e6 is one.")
+    ] = 25_000_000,
     gbit: Annotated[float, typer.Option(help="Gbit/s of a node, each way.")] = 1.0,
     latency_us: Annotated[float, typer.Option(help="Of a round of messages.")] = 100.0,
     message_us: Annotated[float, typer.Option(help="Of each message, at its sender.")] = 0.0,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node's link.")] = 1,
+    ranks_per_node: Annotated[
+        int, typer.Option(parser=count, metavar="N", help="Ranks that share a node's link.")
+    ] = 1,
     node_gbit: Annotated[float, typer.Option(help="Gbit/s between ranks of a node.")] = 400.0,
     together: Annotated[
         float, typer.Option(help="Share of the link for messages to several nodes at once.")
     ] = 1.0,
     param: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE of codec, memory or exchange; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE of codec, memory or exchange; may be repeated.", autocompletion=parameter_names
+        ),
     ] = None,
     measured: Annotated[
         bool, typer.Option("--measure", help="Add what encoding and decoding take on this machine.")
@@ -36,7 +45,7 @@ def simulate_command(
     """What each exchange would cost, for 2 to 4096 ranks."""
     try:
         parameters = _parameters_of(param or [])
-        refuse_folder(plot)
+        refuse_plot(plot)
         link = Link(gbit, latency_us, message_us, node_gbit, together=together)
         compute = measure(codec, **parameters) if measured else None
         found = simulate(

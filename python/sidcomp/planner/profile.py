@@ -103,12 +103,21 @@ class Profile:
         if not isinstance(path, str | Path):
             raise ArgumentError(f"profile {path!r}: give the path of a file that Profile.save has written")
         try:
-            data = fusion.parse_json(Path(path).read_text(), "it")
+            text = Path(path).read_text()
+        except OSError as e:
+            raise ArgumentError(
+                f"cannot read the profile {path}: {e.strerror}; give a file that state.profile.save() or "
+                "`sidcomp bench --save` has written"
+            ) from None
+        except ValueError as e:  # not UTF-8, or not a path
+            raise ArgumentError(f"cannot read the profile {path}: {e}") from None
+        try:
+            data = fusion.parse_json(text, "it")
             if isinstance(data, dict) and "format" in data and data["format"] != FORMAT:
                 found = data["format"]
                 raise ArgumentError(f"it has format {found!r}, this sidcomp reads {FORMAT}")
             return cls.of(data)
-        except ValueError as e:  # includes ArgumentError and files that are not UTF-8
+        except ValueError as e:  # includes ArgumentError
             raise ArgumentError(f"{path} is not a complete profile ({e}): delete it and measure again") from e
 
     def plain(self) -> dict[str, Any]:
