@@ -22,7 +22,7 @@ from sidcomp.autotune import collective_benchmark, probe
 from sidcomp.autotune.collective_benchmark import Exchanging, Overlapped, Series, Wait, Wire, wire_of
 from sidcomp.config.exchange_choice import ExchangeChoice
 from sidcomp.errors import ExchangeError
-from sidcomp.planner.cost_curve import Curve, fit
+from sidcomp.planner.cost_curve import Curve, fit, low
 from sidcomp.planner.profile import Method, Profile
 from sidcomp.runtime import point_to_point
 from sidcomp.runtime.process_group import Exchange
@@ -141,6 +141,36 @@ def slow_encode(rank: int, world: int) -> list[int]:
 def test_the_slowest_rank_counts() -> None:
     one, other = run(slow_encode, 2)
     assert one == other and min(one) >= 3 * 10**9
+
+
+DISTURBED = 20 * 10**9  # ps
+
+
+def disturbed(rank: int, world: int, slow: set[int]) -> tuple[int, list[int]]:
+    """The cost of encode where some of five turns are disturbed, and by each choice of three turns."""
+    original, turn, begin = _core.Plan.encode, [-1], probe._Turn.__init__
+
+    def next_turn(*arguments: Any) -> None:
+        turn[0] += 1
+        begin(*arguments)
+
+    def slowed(*arguments: Any, **named: Any) -> Any:
+        time.sleep(DISTURBED / 10**12 if turn[0] in slow else 0)
+        return original(*arguments, **named)
+
+    probe._Turn.__init__ = next_turn  # type: ignore[method-assign, assignment]
+    _core.Plan.encode = slowed  # type: ignore[method-assign]
+    found = measure([probe.Candidate("topk")], 2**14, budget_s=1.0, turns=5, level=low)
+    costs = [m.encode.at(2**14) for _, m in [found.methods, *found.parts] if m.encode is not None]
+    return costs[0], costs[1:]
+
+
+@pytest.mark.parametrize("slow", [{2}, {0, 1, 3}])
+def test_a_disturbed_turn_does_not_count_and_is_seen_where_it_decides(slow: set[int]) -> None:
+    for whole, parts in run(disturbed, 2, slow):
+        assert whole < DISTURBED and len(parts) == 10
+        assert min(parts) < DISTURBED
+        assert (max(parts) >= DISTURBED) == (len(slow) == 3)  # three turns of which none is undisturbed
 
 
 def to_a_plan(rank: int, world: int, path: str) -> dict[str, Any]:

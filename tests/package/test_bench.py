@@ -1,6 +1,10 @@
 """`sidcomp bench`: ranks of this machine measure, and the profile that is saved can be planned from."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +12,7 @@ import pytest
 import sidcomp
 from sidcomp.cli import bench
 from sidcomp.cli.app import app
-from sidcomp.errors import SetupError
+from sidcomp.errors import MismatchError, SetupError
 from sidcomp.planner.profile import Profile, model_digest
 from sidcomp.standalone.assumed_profile import assumed_profile
 from sidcomp.standalone.model_shapes import of_json
@@ -40,6 +44,7 @@ def test_two_ranks_measure_and_the_profile_can_be_planned_from(tmp_path: Path) -
     assert (rows["dense"]["exchange"], rows["int8"]["exchange"]) == ("allreduce", "allgather")
     for name, row in rows.items():
         assert [size["bytes"] for size in row["ms"]] == [2**16, 4 * of_json(SHAPES).elements]
+        assert 0 < row["of_dense"][0] <= row["of_dense"][1]
         for size in row["ms"]:
             assert size["exchange"] > 0 and (size["encode"] > 0) == (size["decode"] > 0) == (name != "dense")
     profile = Profile.load(saved)
@@ -50,6 +55,7 @@ def test_two_ranks_measure_and_the_profile_can_be_planned_from(tmp_path: Path) -
     assert json.loads(planned.stdout)["ends"][-1] == 3
 
 
+ONE = {"knots": [[0, 10**6]]}
 FOUND: dict[str, Any] = {
     "methods": [
         {
@@ -65,6 +71,7 @@ FOUND: dict[str, Any] = {
     "contention": {"exchange_permille": 2000, "compute_permille": 1250},
     "threads": 1,
     "measured_s": 0.5,
+    "parts": [],
 }  # fmt: skip
 
 
@@ -98,11 +105,100 @@ def test_the_table_and_the_picture_show_every_method(monkeypatch: pytest.MonkeyP
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    "slower, words",
+    [
+        ((1.0, 1.2, 1.1), ""),
+        ((0.95, 1.0, 1.02), ""),
+        ((0.57, 7.16, 7.57), "too wide a spread to conclude from: fp16"),
+        ((0.8, 1.0, 1.1), "too wide a spread to conclude from: fp16"),
+        ((0.1, 0.3, 0.1), "too wide a spread to conclude from: fp16"),
+    ],
+)
+def test_a_spread_that_is_too_wide_is_said(
+    slower: tuple[float, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slower: fp16's share of dense's time by each choice of the turns."""
+    pytest.importorskip("torch")
+    dense = {**FOUND["methods"][0], "exchange_curve": {"knots": [[0, 10**8]]}}
+
+    def taking(share: float) -> dict[str, Any]:
+        curve = {"knots": [[0, round((share - 0.02) * 10**8)]]}
+        return {**FOUND["methods"][1], "exchange_curve": curve, "encode": ONE, "decode": ONE}
+
+    found = {**FOUND, "parts": [[dense, taking(share)] for share in slower]}
+    monkeypatch.setattr(bench, "measured", lambda *_: found)
+    said = run("--mb", 4).stdout
+    assert f"{min(slower):.2f} to {max(slower):.2f}" in said
+    assert words in said and bool(words) == ("too wide" in said)
+    fp16 = json.loads(run("--mb", 4, "--json").stdout)["methods"][1]
+    assert fp16["of_dense"] == pytest.approx([min(slower), max(slower)])
+
+
 def test_ranks_that_fail_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     need_gloo()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")
     with pytest.raises(SetupError, match=r"the ranks could not measure: .*nosuchinterface"):
-        bench.measured([], 2, 2**16, 0.1, lambda *_: None)
+        bench.measured({"codecs": [], "bytes": 2**16, "seconds": 0.1}, 2, lambda *_: None)
+
+
+def started_by_torchrun(folder: Path, options: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Status, stdout and stderr of the torchrun of each host, with one rank each."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+    runs = []
+    try:
+        for host, more in enumerate(options):
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(options)}"]
+            command += ["--nproc-per-node=1", f"--node-rank={host}", "--master-addr=127.0.0.1"]
+            command += [f"--master-port={port}", "--max-restarts=0", "-m", "sidcomp", "bench", *more]
+            pipe = subprocess.PIPE
+            runs.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
+        said = [run.communicate(timeout=150) for run in runs]
+        return [(run.returncode, *texts) for run, texts in zip(runs, said, strict=True)]
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+
+
+def test_hosts_that_torchrun_has_started_measure_between_themselves(tmp_path: Path) -> None:
+    need_gloo()
+    saved = tmp_path / "saved.json"
+    options = ["--seconds", "0.5", "--mb", "1", "--codec", "int8", "--save", str(saved)]
+    one, other = started_by_torchrun(tmp_path, [options, options])
+    assert (one[0], other[0]) == (0, 0), (one, other)
+    assert "ms between 2 ranks of 2 hosts, over Gloo" in one[1] and "int8" in one[1]
+    assert other[1] == "" and "start it there" not in one[1]
+    profile = Profile.load(saved)
+    assert profile.world == 2 and "int8" in [m.name for m in profile.methods]
+
+
+def asked_for(rank: int, world: int) -> str:
+    request = {"codecs": [["int4" if rank else "int8", {}]], "bytes": 2**16, "seconds": 0.1}
+    from sidcomp.autotune import local_ranks
+
+    with pytest.raises(MismatchError) as e:
+        local_ranks.measured(request)
+    return str(e.value)
+
+
+def test_ranks_with_other_arguments_are_refused_on_all_ranks() -> None:
+    need_gloo()
+    from harness import run as run_ranks
+
+    for said in run_ranks(asked_for, 2):
+        assert "rank 1 was started with other arguments than rank 0" in said
+        assert "int4" in said and "int8" in said
+
+
+def test_the_ranks_of_torchrun_are_not_counted_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    done = run("--ranks", 2)
+    assert done.exit_code == 2 and "torchrun has started 4 ranks; leave --ranks out" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -120,6 +216,7 @@ def test_ranks_that_fail_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--plot p.nosuch", "no picture ends in .nosuch"),
         ("--save .", "is a folder"),
         ("--save no/such/profile.json", "no file can be written there"),
+        ("--ranks 1.5", "is not a whole number"),
     ],
 )
 def test_a_bad_command_line_says_what_to_change(

@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
 from time import perf_counter
 
@@ -25,7 +26,7 @@ from sidcomp.autotune.collective_benchmark import (
 )
 from sidcomp.autotune.exchange_benchmark import MessageExchanges
 from sidcomp.errors import ArgumentError, UnsupportedError
-from sidcomp.planner.cost_curve import fit
+from sidcomp.planner.cost_curve import Curve, Level, fit
 from sidcomp.planner.profile import Method, format_bytes
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.process_group import Exchange
@@ -41,17 +42,20 @@ _PRODUCTS = 25  # products that are timed without an exchange
 _LENGTHS = range(1, 2**36)  # lengths of groups, in elements
 
 Progress = Callable[[str, float], None]  # the next measurement, and the spent fraction of the budget
-_Points = list[tuple[int, list[int]]]
+_Points = list[tuple[int, list[int]]]  # bytes, and the ns of each repeat
+_Key = tuple[str, str | Wire]  # a stage, and the name of what is measured, or the kind of collective
 
 
 @dataclass(frozen=True)
 class Measurement:
     """methods: dense first, then the candidates in their order. contention: see Profile; empty on CUDA, and
-    if no overlapped exchange fitted the budget."""
+    if no overlapped exchange fitted the budget. parts: the methods by each choice of more than half of the
+    turns; of one turn there are none."""
 
     methods: list[Method]
     contention: dict[str, int]
     seconds: float
+    parts: list[list[Method]]
 
 
 def measure(
@@ -65,14 +69,18 @@ def measure(
     isa: str | None = None,
     progress: Progress | None = None,
     beside_ns: int | None = None,
+    turns: int = 1,
+    level: Level = median,
 ) -> Measurement:
     """Measures the curves of dense and of every candidate, for groups of up to total_bytes of gradient.
 
     A collective over `exchange`: every rank calls it at the same point, with no other collective under way.
     budget_s, in seconds of rank 0, limits repeats and sizes, except for one repeat of each size up to 64 KB;
     curves continue beyond the sizes that were measured. beside_ns: how long a step computes while exchanges
-    are under way, the same on all ranks; None: not known. Raises ExchangeError if a collective fails, within
-    the process group's timeout; ArgumentError or UnsupportedError for wrong candidates or dtypes.
+    are under way, the same on all ranks; None: not known. turns: how often everything is measured, one after
+    the other, so that a disturbance meets all alike; level: which of all repeats a curve goes by. Raises
+    ExchangeError if a collective fails, within the process group's timeout; ArgumentError or
+    UnsupportedError for wrong candidates or dtypes.
     """
     names = [c.name for c in candidates]
     if len(set(names)) < len(names):
@@ -80,62 +88,97 @@ def measure(
     if dtype not in DTYPES:
         raise UnsupportedError(f"gradients are {dtype}, not {', '.join(DTYPES.values())}: convert the module")
     rounds = _Rounds(exchange, budget_s, progress)
-    total = max(total_bytes // dtype.itemsize, 1) * dtype.itemsize
-    place = exchange.rank, exchange.world
-    plans = {c.name: c.plan(total, dtype, isa) for c in candidates if c.choice is None}
-    in_messages = [c.message_plan(total, dtype, place, isa) for c in candidates if c.choice is not None]
-    dense = Wire(False, dtype, scaled=True)
-    wires = {dense: total}  # each kind is measured once for all candidates that use it
-    for wire, nbytes in map(wire_of, plans.values()):
-        wires[wire] = max(wires.get(wire, 0), nbytes)
     with torch.no_grad():
-        sizes = _ladder(_SMALLEST_GROUP, total)
-        vectors = max([0, *(p.vectors for p in plans.values()), *(t.vectors for t in in_messages)])
-        gradients = Gradients(sizes[-1] // dtype.itemsize, vectors, dtype, device, seed)
-        codings = {c.name: Coding(c, sizes, exchange, gradients, isa) for c in candidates if c.name in plans}
-        whole = Coding(Candidate("none", "none"), sizes, exchange, gradients, isa)
+        task = _Task(candidates, exchange, total_bytes, dtype, device, seed, isa, beside_ns)
         latency = rounds.latency()
-        exchanges = {
-            c.name: MessageExchanges(c, sizes, exchange, gradients, isa, latency)
-            for c in candidates
-            if c.name not in plans
-        }
-        rounds.run([whole, *codings.values()], _CODECS * budget_s)
-        isolated = {
-            wire: Exchanges(wire, _ladder(_SMALLEST_MESSAGE, nbytes), exchange, latency)
-            for wire, nbytes in wires.items()
-        }
-        rounds.run([*isolated.values(), *exchanges.values()], _ALONE * budget_s)
-        overlapped: dict[Exchanging, Overlapped] = {}
-        product: list[int] = []
-        if device.type == "cpu":
-            overlapped = {
-                one: Overlapped(one, _few(one), beside_ns)
-                for one in (*isolated.values(), *exchanges.values())
-            }
-            product = overlapped[isolated[dense]].product.timed(_PRODUCTS)
-            rounds.run(list(overlapped.values()), budget_s)
-    series: list[Series] = [
-        whole,
-        *codings.values(),
-        *isolated.values(),
-        *exchanges.values(),
-        *overlapped.values(),
-    ]
-    _take_slowest(exchange, [product, *(s for one in series for _, samples in one.points for s in samples)])
-    points = {wire: (_points(one), _contended(one, overlapped.get(one))) for wire, one in isolated.items()}
-    methods = [_dense(whole, *points[dense], total)]
-    for c in candidates:
-        if c.name in plans:
-            wire, _ = wire_of(plans[c.name])
-            methods.append(_method(codings[c.name], wire, *points[wire], total))
-        else:
-            methods.append(_routed(exchanges[c.name], overlapped.get(exchanges[c.name]), total))
+        taken = [_Turn(task, rounds, latency, i / turns, 1 / turns) for i in range(turns)]
+    _take_slowest(exchange, [one for turn in taken for one in turn.samples()], level)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    points = [turn.points() for turn in taken]
+    merged = _merged(points)
     return Measurement(
-        methods, _contention(isolated[dense], overlapped.get(isolated[dense]), product), rounds.gone()
+        _methods(task, merged, level),
+        _contention(task.dense, merged, level),
+        rounds.gone(),
+        [_methods(task, _merged(some), level) for some in combinations(points, turns // 2 + 1) if turns > 1],
     )
+
+
+class _Task:
+    """What is to be measured."""
+
+    def __init__(
+        self, candidates: Sequence[Candidate], exchange: Exchange, total_bytes: int, dtype: torch.dtype,
+        device: torch.device, seed: int, isa: str | None, beside_ns: int | None,
+    ) -> None:  # fmt: skip
+        self.candidates, self.exchange, self.isa, self.beside_ns = candidates, exchange, isa, beside_ns
+        self.total = max(total_bytes // dtype.itemsize, 1) * dtype.itemsize
+        place = exchange.rank, exchange.world
+        self.plans = {c.name: c.plan(self.total, dtype, isa) for c in candidates if c.choice is None}
+        messages = [c.message_plan(self.total, dtype, place, isa) for c in candidates if c.choice is not None]
+        self.dense = Wire(False, dtype, scaled=True)
+        self.wires = {self.dense: self.total}  # each kind is measured once for all candidates that use it
+        for wire, nbytes in map(wire_of, self.plans.values()):
+            self.wires[wire] = max(self.wires.get(wire, 0), nbytes)
+        self.sizes = _ladder(_SMALLEST_GROUP, self.total)
+        vectors = max([0, *(p.vectors for p in self.plans.values()), *(t.vectors for t in messages)])
+        self.gradients = Gradients(self.sizes[-1] // dtype.itemsize, vectors, dtype, device, seed)
+
+    def coding(self, candidate: Candidate) -> Coding:
+        return Coding(candidate, self.sizes, self.exchange, self.gradients, self.isa)
+
+
+class _Turn:
+    """Measures everything once, within a share of the budget that begins when `start` of it is spent."""
+
+    def __init__(self, task: _Task, rounds: "_Rounds", latency: float, start: float, share: float) -> None:
+        def until(part: float) -> float:
+            return (start + part * share) * rounds.budget_s
+
+        exchange, gradients, isa = task.exchange, task.gradients, task.isa
+        self.codings = {c.name: task.coding(c) for c in task.candidates if c.name in task.plans}
+        self.whole = task.coding(Candidate("none", "none"))
+        rounds.run([self.whole, *self.codings.values()], until(_CODECS))
+        self.isolated: dict[str | Wire, Exchanging] = {
+            wire: Exchanges(wire, _ladder(_SMALLEST_MESSAGE, nbytes), exchange, latency)
+            for wire, nbytes in task.wires.items()
+        }
+        self.isolated |= {
+            c.name: MessageExchanges(c, task.sizes, exchange, gradients, isa, latency)
+            for c in task.candidates
+            if c.name not in task.plans
+        }
+        rounds.run(list(self.isolated.values()), until(_ALONE))
+        self.overlapped: dict[str | Wire, Overlapped] = {}
+        self.product: list[int] = []
+        if gradients.values.device.type == "cpu":
+            self.overlapped = {
+                key: Overlapped(one, _few(one), task.beside_ns) for key, one in self.isolated.items()
+            }
+            self.product = self.overlapped[task.dense].product.timed(_PRODUCTS)
+            rounds.run(list(self.overlapped.values()), until(1.0))
+
+    def samples(self) -> list[list[int]]:
+        """The ns of every quantity at every size, in an order that all ranks share."""
+        series: list[Series] = [self.whole, *self.codings.values()]
+        series += [*self.isolated.values(), *self.overlapped.values()]
+        return [self.product, *(s for one in series for _, samples in one.points for s in samples)]
+
+    def points(self) -> dict[_Key, _Points]:
+        found: dict[_Key, _Points] = {
+            ("copy", ""): _points(self.whole, 1),
+            ("product", ""): [(0, self.product)],
+        }
+        for name, coding in self.codings.items():
+            found["encode", name], found["decode", name] = _points(coding, 0), _points(coding, 1)
+        for key, one in self.isolated.items():
+            found["exchange", key] = _points(one, one.which)
+            if isinstance(one, MessageExchanges):
+                found["encode", key], found["decode", key] = _points(one, 0), _points(one, 2)
+        for key, beside in self.overlapped.items():
+            found["contended", key], found["product", key] = _points(beside, 0), _points(beside, 1)
+        return found
 
 
 class _Rounds:
@@ -190,8 +233,8 @@ def _ladder(smallest: int, largest: int) -> list[int]:
     return sizes
 
 
-def _take_slowest(exchange: Exchange, lists: list[list[int]]) -> None:
-    """Replaces every list by that of the rank where its median is largest."""
+def _take_slowest(exchange: Exchange, lists: list[list[int]], level: Level) -> None:
+    """Replaces every list by that of the rank where its level is highest."""
     mine = array("q", [ns for one in lists for ns in one])
     with collective():
         ranks = [array("q", data).tolist() for data in exchange.gather_bytes(mine.tobytes())]
@@ -200,21 +243,31 @@ def _take_slowest(exchange: Exchange, lists: list[list[int]]) -> None:
         theirs = [rank[at : at + len(one)] for rank in ranks]
         at += len(one)
         if one:
-            one[:] = max(theirs, key=median)
+            one[:] = max(theirs, key=level)
 
 
-def _points(series: Series, which: int = 0) -> _Points:
+def _points(series: Series, which: int) -> _Points:
     return [(nbytes, samples[which]) for nbytes, samples in series.points]
 
 
-def _contended(isolated: Exchanging, overlapped: Series | None) -> _Points:
+def _merged(turns: Sequence[dict[_Key, _Points]]) -> dict[_Key, _Points]:
+    """The points of all turns, each with the repeats of all."""
+    found: dict[_Key, dict[int, list[int]]] = {}
+    for turn in turns:
+        for key, points in turn.items():
+            for nbytes, ns in points:
+                found.setdefault(key, {}).setdefault(nbytes, []).extend(ns)
+    return {key: sorted(points.items()) for key, points in found.items()}
+
+
+def _contended(isolated: _Points, overlapped: _Points, level: Level) -> _Points:
     """Overlapped times. Sizes that were not measured take as much longer than isolated as the last size."""
-    if overlapped is None or not overlapped.points:
+    if not overlapped:
         return []
-    points, before = _points(overlapped), dict(_points(isolated, isolated.which))
-    last, times = points[-1]
-    later = max(0, int(median(times) - median(before[last])))
-    return points + [(x, [later + ns for ns in one]) for x, one in before.items() if x > last]
+    before = dict(isolated)
+    last, times = overlapped[-1]
+    later = max(0, int(level(times) - level(before[last])))
+    return overlapped + [(x, [later + ns for ns in one]) for x, one in before.items() if x > last]
 
 
 def _few(series: Series) -> list[int]:
@@ -223,57 +276,55 @@ def _few(series: Series) -> list[int]:
     return sorted({sizes[0], *sizes[::-3]})
 
 
-def _dense(whole: Coding, isolated: _Points, contended: _Points, total: int) -> Method:
-    """The costs of dense. A group that is not a DDP bucket is copied out of its buckets and back. The copy
-    out also divides by the number of ranks, as for a bucket: it is measured with the exchange."""
-    overlapped = fit(contended, total) if contended else None
-    back = fit(_points(whole, 1), total)
-    return Method("dense", "none", "none", {}, "allreduce", None, fit(isolated, total), back, overlapped)
+def _methods(task: _Task, points: dict[_Key, _Points], level: Level) -> list[Method]:
+    """Dense, then the candidates in their order."""
+
+    def curve(of: _Points) -> Curve:
+        return fit(of, task.total, level)
+
+    def exchanged(key: str | Wire) -> tuple[_Points, _Points]:
+        isolated = points["exchange", key]
+        return isolated, _contended(isolated, points.get(("contended", key), []), level)
+
+    isolated, contended = exchanged(task.dense)
+    # A group that is not a DDP bucket is copied out of its buckets and back. The copy out also divides by the
+    # number of ranks, as for a bucket: it is measured with the exchange.
+    back, beside = curve(points["copy", ""]), curve(contended) if contended else None
+    found = [Method("dense", "none", "none", {}, "allreduce", None, curve(isolated), back, beside)]
+    for c in task.candidates:
+        codec, memory, parameters = c.resolved
+        if c.choice is None:
+            wire, _ = wire_of(task.plans[c.name])
+            isolated, contended = (_by_gradient(task, c, some) for some in exchanged(wire))
+            over = "allgather" if wire.gather else "allreduce"
+        else:
+            isolated, contended = exchanged(c.name)
+            over = c.choice.exchange.name
+        encode, decode = curve(points["encode", c.name]), curve(points["decode", c.name])
+        beside = curve(contended) if contended else None
+        found.append(
+            Method(c.name, codec.name, memory.name, parameters, over, encode, curve(isolated), decode, beside)
+        )
+    return found
 
 
-def _method(coding: Coding, wire: Wire, isolated: _Points, contended: _Points, total: int) -> Method:
-    codec, memory, parameters = coding.candidate.resolved
-    dtype = coding.gradients.dtype
+def _by_gradient(task: _Task, candidate: Candidate, points: _Points) -> _Points:
+    """Converts sizes of payloads to the bytes of gradient that give them."""
+    dtype = task.gradients.dtype
 
     def sent(n: int) -> int:
-        return wire_of(coding.candidate.plan(n * dtype.itemsize, dtype, coding.isa))[1]
+        return wire_of(candidate.plan(n * dtype.itemsize, dtype, task.isa))[1]
 
-    def by_gradient(points: _Points) -> _Points:
-        """Converts sizes of payloads to the bytes of gradient that give them."""
-        return list(
-            {(1 + bisect_left(_LENGTHS, x, key=sent)) * dtype.itemsize: ns for x, ns in points}.items()
-        )
-
-    return Method(
-        coding.name,
-        codec.name,
-        memory.name,
-        parameters,
-        "allgather" if wire.gather else "allreduce",
-        fit(_points(coding, 0), total),
-        fit(by_gradient(isolated), total),
-        fit(_points(coding, 1), total),
-        fit(by_gradient(contended), total) if contended else None,
-    )
+    return list({(1 + bisect_left(_LENGTHS, x, key=sent)) * dtype.itemsize: ns for x, ns in points}.items())
 
 
-def _routed(exchanges: MessageExchanges, overlapped: Series | None, total: int) -> Method:
-    choice = exchanges.candidate.choice
-    assert choice is not None
-    codec, memory, parameters = exchanges.candidate.resolved
-    encode, exchange, decode = (fit(_points(exchanges, i), total) for i in range(3))
-    contended = _contended(exchanges, overlapped)
-    return Method(
-        exchanges.name, codec.name, memory.name, parameters, choice.exchange.name, encode, exchange, decode,
-        fit(contended, total) if contended else None,
-    )  # fmt: skip
-
-
-def _contention(isolated: Series, overlapped: Series | None, product: list[int]) -> dict[str, int]:
-    if overlapped is None or not overlapped.points:
+def _contention(dense: Wire, points: dict[_Key, _Points], level: Level) -> dict[str, int]:
+    overlapped = points.get(("contended", dense))
+    if not overlapped:
         return {}
-    nbytes, (times, products) = overlapped.points[-1]
+    nbytes, times = overlapped[-1]
+    alone, product = dict(points["exchange", dense])[nbytes], points["product", ""][0][1]
     return {
-        "exchange_permille": int(1000 * median(times) / median(dict(_points(isolated))[nbytes])),
-        "compute_permille": int(1000 * median(products) / median(product)),
+        "exchange_permille": int(1000 * level(times) / level(alone)),
+        "compute_permille": int(1000 * level(points["product", dense][-1][1]) / level(product)),
     }

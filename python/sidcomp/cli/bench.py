@@ -1,15 +1,16 @@
-"""`sidcomp bench`: this machine's codecs and collectives against one another."""
+"""`sidcomp bench`: codecs and collectives against one another, between ranks of this machine or those that
+torchrun has started."""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -18,21 +19,31 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from sidcomp.cli.common import Codecs, Json, codecs_of, refuse_plot, refuse_unwritable
-from sidcomp.config.accuracy import CodecSpec
+from sidcomp.cli.common import Codecs, Json, codecs_of, count, refuse_plot, refuse_unwritable
+from sidcomp.config.kinds import from_environment
 from sidcomp.errors import ArgumentError, SetupError, SidcompError
-from sidcomp.planner.profile import Method, Profile, format_bytes
+from sidcomp.planner.profile import Method, Profile, format_bytes, parse_method
 from sidcomp.standalone.assumed_profile import assumed_profile
 from sidcomp.standalone.estimate import candidates
 from sidcomp.standalone.model_shapes import Model, Parameter, read_model
 
 _TENSORS = 16  # of the model that stands for one where none is given
+_RANKS = 2  # where nothing says how many
+_WIDE = 2.0  # times: a spread from which no figure can be taken
+_ALIKE = 1.1  # times: within it, two methods take equally long
 _PATIENCE = 120  # seconds that ranks may take beside the budget, to start and to end
 _MOST = 2**30  # bytes of gradient that are measured at most
 
 
 def bench_command(
-    ranks: Annotated[int, typer.Option(help="How many ranks this machine runs, one thread each.")] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            parser=count,
+            metavar="N",
+            help="How many ranks this machine runs, one thread each (2). Under torchrun: its ranks.",
+        ),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="How long to measure.")] = 10.0,
     mb: Annotated[float, typer.Option(help="MB of the largest gradient, if no model is given.")] = 16.0,
     codec: Codecs = None,
@@ -50,12 +61,15 @@ def bench_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure encode, exchange and decode of codecs between ranks of this machine."""
+    """Measure encode, exchange and decode of codecs between ranks of this machine, or of a network.
+
+    Between hosts: torchrun --nnodes 2 --nproc-per-node 1 ... -m sidcomp bench
+    """
     try:
-        refuse_plot(plot)
-        refuse_unwritable("--save", save)
-        if not 2 <= ranks <= 64:
-            raise ArgumentError(f"--ranks {ranks}: 2 to 64")
+        place = _place(ranks)
+        if place.rank == 0:
+            refuse_plot(plot)
+            refuse_unwritable("--save", save)
         if not 0 < seconds <= 3600:
             raise ArgumentError(f"--seconds {seconds}: more than 0, up to 3600")
         if not 0 < step_ms <= 1e6:
@@ -66,31 +80,69 @@ def bench_command(
         candidates(codecs)  # a codec that there is not is named before the ranks start
         shapes = read_model(model) if model is not None else _stand_in(mb)
         nbytes = min(_MOST, 4 * shapes.elements)
-        with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-            task = bar.add_task("starting the ranks", total=1.0)
-
-            def tell(what: str, spent: float) -> None:
-                bar.update(task, description=what, completed=spent)
-
-            found = measured(codecs, ranks, nbytes, seconds, tell)
-        profile = assumed_profile(shapes, step_ms, ranks, found)
+        found = _measure(place, {"codecs": codecs, "bytes": nbytes, "seconds": seconds})
+        if place.rank:
+            return
+        profile = assumed_profile(shapes, step_ms, place.ranks, found)
+        spreads = _spreads([[parse_method(m) for m in part] for part in found["parts"]], nbytes)
+        if as_json:
+            print(json.dumps(_plain(profile, spreads, nbytes), indent=1))
+        else:
+            show(profile, spreads, nbytes, place.where)
         if plot is not None:
-            draw(profile.methods, _sizes(nbytes), ranks, plot)
+            draw(profile.methods, _sizes(nbytes), profile.world, plot)
         if save is not None:
             profile.save(save)
     except (SidcompError, ValueError, OSError) as e:
         raise typer.BadParameter(str(e)) from None
-    if as_json:
-        sizes = _sizes(nbytes)
-        rows = [{"name": m.name, "exchange": m.exchange, "ms": _rows(m, sizes)} for m in profile.methods]
-        print(json.dumps({"ranks": ranks, "measured_s": profile.measured_s, "methods": rows}, indent=1))
-    else:
-        show(profile, nbytes)
-        if save is not None:
-            print(
-                f"{save}: the costs are measured; the model and its step of {step_ms:g} ms are "
-                f"{'given' if model is not None else 'assumed'}"
-            )
+    if save is not None and not as_json:
+        print(
+            f"{save}: the costs are measured; the model and its step of {step_ms:g} ms are "
+            f"{'given' if model is not None else 'assumed'}"
+        )
+
+
+class Place(NamedTuple):
+    """Which of the ranks this process is. started: torchrun has started all of them; else this one starts
+    them, and is none itself."""
+
+    rank: int
+    ranks: int
+    where: str
+    started: bool
+
+
+_HERE = "this machine"
+
+
+def _place(asked: int | None) -> Place:
+    """Raises ArgumentError."""
+    ranks, hosts = (from_environment(name, 1) for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    if ranks > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        if asked not in (None, ranks):
+            raise ArgumentError(f"--ranks {asked}: torchrun has started {ranks} ranks; leave --ranks out")
+        where = f"{hosts} hosts" if hosts > 1 else "one host"
+        return Place(from_environment("RANK", 0), ranks, where, started=True)
+    ranks = _RANKS if asked is None else asked
+    if not 2 <= ranks <= 64:
+        raise ArgumentError(f"--ranks {ranks}: 2 to 64")
+    return Place(0, ranks, _HERE, started=False)
+
+
+def _measure(place: Place, request: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks measure, with a bar on rank 0's terminal meanwhile."""
+    silent = place.rank > 0 or not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), disable=silent) as bar:
+        task = bar.add_task("starting the ranks", total=1.0)
+
+        def tell(what: str, spent: float) -> None:
+            bar.update(task, description=what, completed=spent)
+
+        if not place.started:
+            return measured(request, place.ranks, tell)
+        from sidcomp.autotune import local_ranks
+
+        return local_ranks.run(place.rank, place.ranks, "env://", request, tell)
 
 
 def _stand_in(mb: float) -> Model:
@@ -101,11 +153,8 @@ def _stand_in(mb: float) -> Model:
     return Model(tuple(Parameter(f"layer{i}.weight", (n,), float(n)) for i in range(_TENSORS)), "assumed")
 
 
-def measured(
-    codecs: Sequence[CodecSpec], ranks: int, nbytes: int, seconds: float, tell: Callable[[str, float], None]
-) -> dict[str, Any]:
+def measured(request: dict[str, Any], ranks: int, tell: Callable[[str, float], None]) -> dict[str, Any]:
     """What the ranks measure: starts them, and ends them whatever happens. Raises SetupError."""
-    request = json.dumps({"codecs": list(codecs), "bytes": nbytes, "seconds": seconds})
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if sys.platform.startswith("linux"):
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -115,7 +164,7 @@ def measured(
             subprocess.Popen(
                 [
                     sys.executable, "-m", "sidcomp.autotune.local_ranks",
-                    str(rank), str(ranks), f"file://{folder}/store", request,
+                    str(rank), str(ranks), f"file://{folder}/store", json.dumps(request),
                 ],
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 stderr=errors[rank],
@@ -174,13 +223,48 @@ def _rows(m: Method, sizes: Sequence[int]) -> list[dict[str, float]]:
     return [{"bytes": size, **dict(zip(names, _stages(m, size), strict=True))} for size in sizes]
 
 
-def show(profile: Profile, nbytes: int) -> None:
+class Spread(NamedTuple):
+    """A method's share of dense's time: the least and the most that more than half of the turns show."""
+
+    least: float
+    most: float
+
+    @property
+    def wide(self) -> bool:
+        """Whether it leaves open which is faster, or by how much."""
+        return self.most > _WIDE * self.least or (self.least < 1 < self.most > _ALIKE * self.least)
+
+
+def _spreads(parts: Sequence[Sequence[Method]], nbytes: int) -> dict[str, Spread]:
+    shares: dict[str, list[float]] = {}
+    for methods in parts:
+        dense = sum(_stages(methods[0], nbytes))
+        for m in methods[1:]:
+            shares.setdefault(m.name, []).append(sum(_stages(m, nbytes)) / dense if dense else 0.0)
+    return {name: Spread(min(all_), max(all_)) for name, all_ in shares.items()}
+
+
+def _plain(profile: Profile, spreads: Mapping[str, Spread], nbytes: int) -> dict[str, Any]:
+    sizes = _sizes(nbytes)
+    rows = [
+        {
+            "name": m.name,
+            "exchange": m.exchange,
+            "ms": _rows(m, sizes),
+            "of_dense": list(spreads.get(m.name, (1.0, 1.0))),
+        }
+        for m in profile.methods
+    ]
+    return {"ranks": profile.world, "measured_s": profile.measured_s, "methods": rows}
+
+
+def show(profile: Profile, spreads: Mapping[str, Spread], nbytes: int, where: str) -> None:
     """Prints a row for each method: the time of each size, and the stages of the largest."""
     sizes = _sizes(nbytes)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     table = Table(box=SIMPLE_HEAD)
     heads = [format_bytes(size) for size in sizes]
-    columns = ("method", "exchange", *heads, "encode", "exchange", "decode", "of dense")
+    columns = ("method", "exchange", *heads, "encode", "exchange", "decode", "of dense", "spread")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
     dense = sum(_stages(profile.methods[0], nbytes))
@@ -188,25 +272,35 @@ def show(profile: Profile, nbytes: int) -> None:
         totals = [sum(_stages(m, size)) for size in sizes]
         times = (*totals, *_stages(m, nbytes))
         share = f"{totals[-1] / dense:.2f}" if dense else ""
-        table.add_row(escape(m.name), m.exchange, *(f"{t:.3f}" for t in times), share)
+        spread = "{:.2f} to {:.2f}".format(*spreads[m.name]) if m.name in spreads else ""
+        table.add_row(escape(m.name), m.exchange, *(f"{t:.3f}" for t in times), share, spread)
     console.print(
-        f"ms between {profile.world} ranks of this machine, a thread each, over Gloo; "
-        f"measured in {profile.measured_s:.1f} s"
-    )
-    console.print(table)
-    console.print(
-        f"encode, exchange, decode, and the share of dense's time: those of {heads[-1]}. "
-        "A real network is slower than this one: sidcomp estimate",
+        f"ms between {profile.world} ranks of {where}, over Gloo, with little disturbance: the first decile; "
+        f"measured in {profile.measured_s:.1f} s",
         soft_wrap=True,
     )
+    console.print(table)
+    note = (
+        f"encode, exchange, decode, and the share of dense's time: those of {heads[-1]}; spread: the least "
+        "and the most that any choice of more than half of the interleaved turns shows"
+    )
+    if where == _HERE:
+        note += ". A real network is slower than this one: start it there with torchrun, or sidcomp estimate"
+    console.print(note, soft_wrap=True)
+    if wide := [name for name, spread in spreads.items() if spread.wide]:
+        console.print(
+            escape(
+                f"too wide a spread to conclude from: {', '.join(wide)}. Something else used the machine "
+                "or the network: measure again, or longer with --seconds"
+            ),
+            soft_wrap=True,
+        )
 
 
 def draw(methods: Sequence[Method], sizes: Sequence[int], ranks: int, path: Path) -> None:
-    """Time by size of the gradient for each method. Needs matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SetupError("a picture needs matplotlib: pip install matplotlib") from None
+    """Time by size of the gradient for each method."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axis = figure.subplots()
     top = sizes[-1]
@@ -219,7 +313,7 @@ def draw(methods: Sequence[Method], sizes: Sequence[int], ranks: int, path: Path
     axis.set_xticks(at, [format_bytes(x) for x in at])
     axis.set_xlabel("gradient")
     axis.set_ylabel("ms of encode, exchange and decode")
-    axis.set_title(f"Time to average a gradient between {ranks} ranks of one machine", fontsize=11)
+    axis.set_title(f"Time to average a gradient between {ranks} ranks", fontsize=11)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.savefig(path, dpi=150)

@@ -1,7 +1,7 @@
 """Cost curves: functions from bytes to time, fitted to measured points."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median, quantiles
@@ -9,6 +9,7 @@ from statistics import median, quantiles
 from sidcomp.errors import ArgumentError
 
 Knots = list[list[int]]
+Level = Callable[[Sequence[int]], float]  # of the repeats of a point
 
 _LOSS = 0.02  # drop a knot if the line without it stays this close, as a fraction
 _PS = 1000  # picoseconds in a nanosecond
@@ -21,7 +22,7 @@ class Curve:
     Beyond the last knot the last slope continues. Raises ArgumentError if the knots are not in order.
 
     points  the measured points: [bytes, median, lower quartile, upper quartile (ps), repeats]
-    error   distance of the curve from a point's median, as a fraction of it: the median over the points
+    error   distance of the curve from a point's level, as a fraction of it: the median over the points
     spread  quartile distance of a point over its median: the median over the points with three or more
             repeats, or None
     """
@@ -44,18 +45,24 @@ class Curve:
         return _at(self.knots, nbytes)
 
 
-def fit(points: Sequence[tuple[int, Sequence[int]]], upto: int) -> Curve:
+def low(samples: Sequence[float]) -> float:
+    """The first decile: what something takes where little disturbs it."""
+    return quantiles(samples, n=10, method="inclusive")[0] if len(samples) > 1 else samples[0]
+
+
+def fit(points: Sequence[tuple[int, Sequence[int]]], upto: int, level: Level = median) -> Curve:
     """Fits a curve to points (bytes, repeats in ns) in the order of their bytes: one point or more, each with
     at least one repeat. The curve never falls, and continues to `upto` bytes at least as steeply as before.
+    level: which of its repeats a point stands for.
     """
     rows = []
     for x, ns in points:
         low, _, high = quantiles(ns, n=4, method="inclusive") if len(ns) > 1 else (ns[0],) * 3
         rows.append([x, *(int(_PS * t) for t in (median(ns), low, high)), len(ns)])
-    level = _isotonic([[_PS * t for t in ns] for _, ns in points])
-    knots = [[row[0], y] for row, y in zip(rows, level, strict=True)]
+    levels = _isotonic([[_PS * t for t in ns] for _, ns in points], level)
+    knots = [[row[0], y] for row, y in zip(rows, levels, strict=True)]
     if len(knots) == 1:
-        knots = [[0, level[0]]]
+        knots = [[0, levels[0]]]
     else:
         (x1, y1), (x2, y2) = knots[:2]
         knots.insert(0, [0, max(y1 // 2, y1 - (y2 - y1) * x1 // (x2 - x1))])
@@ -64,7 +71,7 @@ def fit(points: Sequence[tuple[int, Sequence[int]]], upto: int) -> Curve:
             slope = max((yb - ya) / (xb - xa), (yb - y1) / (xb - x1))
             knots.append([upto, yb + int(slope * (upto - xb))])
     knots = _thin(knots)
-    errors = [abs(_at(knots, r[0]) - r[1]) / max(r[1], 1) for r in rows]
+    errors = [abs(_at(knots, x) - _PS * level(ns)) / max(_PS * level(ns), 1) for x, ns in points]
     spreads = [(r[3] - r[2]) / max(r[1], 1) for r in rows if r[4] >= 3]
     return Curve(knots, rows, median(errors), median(spreads) if spreads else None)
 
@@ -77,17 +84,17 @@ def _at(knots: Knots, nbytes: int) -> int:
     return y + (y1 - y) * (nbytes - x) // (x1 - x)
 
 
-def _isotonic(samples: Sequence[Sequence[int]]) -> list[int]:
-    """A level for each point, never falling. Points out of order share the median of all their repeats, so a
+def _isotonic(samples: Sequence[Sequence[int]], level: Level) -> list[int]:
+    """A level for each point, never falling. Points out of order share the level of all their repeats, so a
     disturbed point with few repeats does not lift its neighbors."""
     pools: list[tuple[list[int], int]] = []  # samples, points
     for one in samples:
         pool, points = list(one), 1
-        while pools and median(pools[-1][0]) > median(pool):
+        while pools and level(pools[-1][0]) > level(pool):
             before, count = pools.pop()
             pool, points = before + pool, count + points
         pools.append((pool, points))
-    return [int(median(pool)) for pool, points in pools for _ in range(points)]
+    return [int(level(pool)) for pool, points in pools for _ in range(points)]
 
 
 def _thin(knots: Knots) -> Knots:

@@ -132,7 +132,7 @@ class Profile:
         fusion._fields("the profile", data, needed, _OPTIONAL)
         assert isinstance(data, Mapping)
         methods = fusion._list("methods", data["methods"])
-        made = [_method(f"methods[{i}]", m) for i, m in enumerate(methods)]
+        made = [parse_method(m, f"methods[{i}]") for i, m in enumerate(methods)]
         profile = cls(**{**data, "methods": made})
         profile._check()
         return profile
@@ -335,7 +335,8 @@ def _costs(m: Method, rates: Mapping[str, int], contention: int, longer: int) ->
     return {"name": m.name, **scaled}
 
 
-def _method(where: str, data: Any) -> Method:
+def parse_method(data: Any, where: str = "the method") -> Method:
+    """A method from plain types, with every field checked."""
     fusion._fields(where, data, {f.name for f in fields(Method)} - {"contended"}, {"contended"})
     for name in ("name", "codec", "memory", "exchange"):
         fusion._string(f"{where}.{name}", data[name])
