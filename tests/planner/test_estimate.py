@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from sidcomp.cli.app import app
 from sidcomp.cli.common import COMPARED, codecs_of, gbit_of
+from sidcomp.config import accuracy
+from sidcomp.config.settings import Settings
 from sidcomp.errors import ArgumentError, SetupError
-from sidcomp.standalone.estimate import GPU, Estimate, candidates, estimate
+from sidcomp.standalone.estimate import GPU, OPTIMIZERS, Estimate, candidates, estimate
 from sidcomp.standalone.model_shapes import Model, Parameter, of_json, of_module, read_model
-from sidcomp.standalone.simulation import Compute, Link, simulate
+from sidcomp.standalone.simulation import Compute, Link, Measured, simulate
 from typer.testing import CliRunner
 
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
@@ -181,8 +183,8 @@ def test_the_work_of_a_module_is_what_its_forward_pass_multiplies() -> None:
 # ---- predictions -------------------------------------------------------------------------------------------
 
 SMALL = of_json({f"layer{i}.weight": [1024, 1024] for i in range(12)})
-FREE = dict.fromkeys(candidates(COMPARED), Compute())
-ON_GPU = dict.fromkeys(candidates(COMPARED), GPU)
+FREE = dict.fromkeys(candidates(COMPARED), Measured.assumed(Compute()))
+ON_GPU = dict.fromkeys(candidates(COMPARED), Measured.assumed(GPU))
 
 
 def predict(
@@ -196,17 +198,20 @@ def test_a_slower_link_never_gains_less() -> None:
     found = [predict(gbit) for gbit in (400, 100, 25, 10, 2.5, 1, 0.1)]
     for fast, slow in pairwise(found):
         assert slow.dense_ms >= fast.dense_ms
-        assert slow.auto.speedup >= 0.99 * fast.auto.speedup
+        for name in OPTIMIZERS:
+            assert slow.auto[name].way.speedup >= 0.99 * fast.auto[name].way.speedup
         assert all(b.step_ms >= a.step_ms for a, b in zip(fast.ways, slow.ways, strict=True))
-    assert not found[0].gains and found[-1].gains
+    for name in OPTIMIZERS:
+        assert not found[0].auto[name].gains and found[-1].auto[name].gains
 
 
 def test_nothing_beats_computation_and_auto_nothing_of_its_own_loses() -> None:
     for gbit in (100, 1, 0.1):
         found = predict(gbit)
-        assert found.auto.step_ms <= found.dense_ms * 1.0001
+        own = [auto.way for auto in found.auto.values()]
+        assert all(way.step_ms <= found.dense_ms * 1.0001 for way in own)
         assert found.ceiling_ms == 100
-        assert min(found.dense_ms, found.auto.step_ms, *(w.step_ms for w in found.ways)) >= 100
+        assert min(found.dense_ms, *(w.step_ms for w in (*own, *found.ways, *found.local))) >= 100
 
 
 def test_plain_ddp_takes_what_can_be_computed_by_hand() -> None:
@@ -218,14 +223,16 @@ def test_plain_ddp_takes_what_can_be_computed_by_hand() -> None:
 
 
 def test_the_cost_of_a_codec_is_counted() -> None:
-    slow = dict.fromkeys(ON_GPU, Compute(50.0, 5.0, 0.0))
+    slow = dict.fromkeys(ON_GPU, Measured.assumed(Compute(50.0, 5.0, 0.0)))
     found = predict(10, compute=slow)
     assert all(a.step_ms > b.step_ms for a, b in zip(found.ways, predict(10, compute=FREE).ways, strict=True))
     encode_ms = 50e-6 * SMALL.elements
     assert all(w.step_ms > 100 + encode_ms for w in found.ways)  # an encode stops the backward pass
-    assert found.auto.codec == "dense" and "other groups alone" in found.sentence
+    assert {auto.way.codec for auto in found.auto.values()} == {"dense"}
+    assert "groups that alone" in found.sentence
     whole = predict(10, of_json({"w": [10**7]}), compute=slow)  # which cannot be divided
-    assert not whole.gains and "cost as much as it saves: it gains nothing" in whole.sentence
+    assert not any(auto.gains for auto in whole.auto.values())
+    assert "cost as much as it saves: it gains nothing" in whole.sentence
 
 
 def test_bytes_are_those_of_the_simulation_and_exchanges_those_of_a_state() -> None:
@@ -252,9 +259,61 @@ def test_nodes_share_a_link() -> None:
     assert shared.dense_ms < alone.dense_ms * 1.01  # the ring crosses the link once
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_auto_is_predicted_with_the_codecs_that_it_may_choose_beside_the_optimizer(optimizer: str) -> None:
+    """GPT-2 over 1 Gbit/s between 4 ranks, where top-k promises most."""
+    found = predict(1, of_json(GPT2), step_ms=120, ranks=4)
+    allowed = {name for name, _ in accuracy.candidates("dense", OPTIMIZERS[optimizer])}
+    assert found.auto[optimizer].way.codec in allowed
+    assert found.auto["SGD"].way.speedup > 2 * found.auto["Adam"].way.speedup
+    for way in found.ways:
+        own = {c.encoding for c in Settings.parse("auto", {}, adaptive=OPTIMIZERS[optimizer]).candidates}
+        assert (optimizer in way.auto_with) == (way.name in own)
+    (alone,) = predict(1, of_json(GPT2), step_ms=120, ranks=4, optimizers=[optimizer]).auto.values()
+    assert alone == found.auto[optimizer]
+    assert f"with {optimizer}, " in found.sentence
+
+
+@pytest.mark.parametrize("every", [1, 7, 100])
+def test_local_training_is_what_can_be_computed_by_hand(every: int) -> None:
+    """One tensor. The codecs cost nothing: a step is the computation, and the whole exchange in one of
+    `every` steps, or in each."""
+    model, step = of_json({"w": [25_000_000]}), 100
+    found = predict(10, model, step_ms=step, ranks=4, compute=FREE, every=every)
+    error, averaged, outer = found.local
+    ring = 2 * 3 / 4 * 25_000_000 * 32 / 10e9 * 1e3 + 6 * 50e-3
+    assert averaged.step_ms == pytest.approx(step + ring / every, rel=1e-3)
+    assert averaged.bytes == pytest.approx(2 * 3 / 4 * 100_000_000 / every, rel=1e-3)
+    assert error.bytes == pytest.approx(3 * 100_000_000 / 100, rel=0.02)  # to three ranks, each step
+    assert error.step_ms == pytest.approx(step + error.bytes * 8 / 10e9 * 1e3 + 3 * 50e-3, rel=1e-3)
+    sent = 3 * 25_000_000 / 64
+    assert 10 * sent / 8 < outer.bytes * every < 14 * sent / 8  # 4 bits of value, and packed indices
+    assert outer.step_ms == pytest.approx(step + outer.bytes * 8 / 10e9 * 1e3 + 3 * 50e-3 / every, rel=1e-3)
+    assert f"every {every}" in averaged.name and f"every {every}" in outer.name
+
+
+def test_the_spread_of_what_was_measured_is_that_of_the_prediction() -> None:
+    alike, apart = Measured.assumed(GPU), Measured(GPU, Compute(), Compute(20.0, 2.0))
+    assert not any(way.spread.wide for way in predict(1).ways)
+    for way in predict(1, compute=dict.fromkeys(ON_GPU, alike)).ways:
+        assert way.spread == (way.speedup, way.speedup)
+    found = predict(1, compute=dict.fromkeys(ON_GPU, apart))
+    for slow, free, way in zip(
+        predict(1, compute=dict.fromkeys(ON_GPU, Measured.assumed(apart.most))).ways,
+        predict(1, compute=FREE).ways,
+        found.ways,
+        strict=True,
+    ):
+        assert way.spread == (slow.speedup, free.speedup)
+    assert found.auto["SGD"].way.spread.wide and found.local[0].spread.wide
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
+        ({"every": 0}, "every=0: give the steps"),
+        ({"optimizers": ["Adagrad"]}, "give some of SGD, Adam"),
+        ({"optimizers": []}, "give some of SGD, Adam"),
         ({"ranks": 1}, "ranks=1: 2 to 4096"),
         ({"step_ms": 0}, "give the milliseconds"),
         ({"step_ms": float("nan")}, "give the milliseconds"),
@@ -269,7 +328,7 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], words: str) -> None:
 
 def test_a_codec_without_such_an_exchange_is_left_out_by_name() -> None:
     codecs = [("powersgd", {}), ("int8", {})]
-    found = predict(1, codecs=codecs, compute=dict.fromkeys(candidates(codecs), GPU))
+    found = predict(1, codecs=codecs, compute=dict.fromkeys(candidates(codecs), Measured.assumed(GPU)))
     assert [w.codec for w in found.ways] == ["int8"] and "powersgd" in found.refused
 
 
@@ -292,7 +351,13 @@ def test_it_answers_in_one_sentence_and_says_what_it_assumes(gpt2: Path) -> None
     slow = run(*common, "--link", "10gbit", "--step-ms", 120)
     assert slow.exit_code == 0, slow.stderr
     last = slow.stdout.strip().splitlines()[-1]
-    assert last.startswith("At 10 Gbit/s with 8 ranks State(") and "times as fast" in last
+    assert last.startswith("At 10 Gbit/s with 8 ranks: with SGD, State(") and "; with Adam, State(" in last
+    rows = {line.strip().split("  ")[0]: line.split() for line in slow.stdout.splitlines()}
+    assert rows["int4"][-2:] == ["with", "Adam"] and rows["topk density=0.01"][-1] == "no"
+    assert "LocalError, updates at 1/100" in rows and "Outer, its own codec, every 30" in rows
+    one = run(*common, "--link", "10gbit", "--step-ms", 120, "--optimizer", "adam", "--every", "1e2")
+    assert "with SGD" not in one.stdout and "every 100" in one.stdout
+    assert one.stdout.strip().endswith("times as fast) with Adam.")
     assert "124,439,808 parameters" in slow.stdout and "not measured" in slow.stdout
     assert "This is a model, not a measurement" in slow.stdout
     fast = run(*common, "--link", "400gbit", "--step-ms", 1200).stdout.strip().splitlines()[-1]
@@ -309,7 +374,11 @@ def test_json_holds_what_the_table_shows_and_cpus_are_measured(tmp_path: Path) -
     assert found["link"]["gbit"] == 0.1 and found["elements"] == 100_000
     assert [w["codec"] for w in found["ways"]] == ["int8"]
     assert any("measured" in text and "int8" in text for text in found["assumed"])
-    assert found["sentence"] in run(*command, "--device", "gpu").stdout or found["gains"]
+    assert found["auto"].keys() == found["gains"].keys() == OPTIMIZERS.keys()
+    for way in (*found["ways"], *found["local"], *(auto["way"] for auto in found["auto"].values())):
+        assert way["spread"][0] <= way["speedup"] <= way["spread"][1]
+    said = " ".join(run(*command).stdout.split())
+    assert " to " in said and "measured in turns" in said
 
 
 def test_the_benchmarks_page_has_what_its_command_prints(tmp_path: Path) -> None:
@@ -320,12 +389,12 @@ def test_the_benchmarks_page_has_what_its_command_prints(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(echo[1])
     words = command[2:]
     words[words.index("--model") + 1] = str(tmp_path / "config.json")
-    rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", part, re.M)
+    rows = re.findall(r"^\| (\d+)" + r" \| ([\d.]+)" * 5 + r" \|$", part, re.M)
     assert [int(row[0]) for row in rows] == [8, 16, 64]
     for ranks, *times in rows:
         words[words.index("--ranks") + 1] = ranks
         found = json.loads(run(*words, "--json").stdout)
-        ways = [*found["ways"], found["auto"]]
+        ways = [*found["ways"], *(found["auto"][name]["way"] for name in OPTIMIZERS)]
         assert [f"{t:.4g}" for t in (found["dense_ms"], *(w["step_ms"] for w in ways))] == times
         assert {w["exchange"] for w in ways} == {"twoshot"}
 
@@ -356,6 +425,8 @@ def test_a_bad_command_line_says_what_to_change(gpt2: Path) -> None:
         ("--link", "10", "such as 10gbit"),
         ("--model", gpt2.parent / "no.json", "cannot read the model"),
         ("--ranks", 1, "2 to 4096"),
+        ("--optimizer", "lion", "lion"),
+        ("--every", 0, "every=0"),
         ("--step-ms", -1, "give the milliseconds"),
         ("--codec", "int8 block", "is not NAME=VALUE"),
         ("--codec", "inte8", "did you mean 'int8'"),

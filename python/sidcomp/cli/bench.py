@@ -22,6 +22,7 @@ from rich.table import Table
 from sidcomp.cli.common import Codecs, Json, codecs_of, count, refuse_plot, refuse_unwritable
 from sidcomp.config.kinds import from_environment
 from sidcomp.errors import ArgumentError, SetupError, SidcompError
+from sidcomp.planner.cost_curve import Spread
 from sidcomp.planner.profile import Method, Profile, format_bytes, parse_method
 from sidcomp.standalone.assumed_profile import assumed_profile
 from sidcomp.standalone.estimate import candidates
@@ -29,8 +30,6 @@ from sidcomp.standalone.model_shapes import Model, Parameter, read_model
 
 _TENSORS = 16  # of the model that stands for one where none is given
 _RANKS = 2  # where nothing says how many
-_WIDE = 2.0  # times: a spread from which no figure can be taken
-_ALIKE = 1.1  # times: within it, two methods take equally long
 _PATIENCE = 120  # seconds that ranks may take beside the budget, to start and to end
 _MOST = 2**30  # bytes of gradient that are measured at most
 
@@ -223,19 +222,8 @@ def _rows(m: Method, sizes: Sequence[int]) -> list[dict[str, float]]:
     return [{"bytes": size, **dict(zip(names, _stages(m, size), strict=True))} for size in sizes]
 
 
-class Spread(NamedTuple):
-    """A method's share of dense's time: the least and the most that more than half of the turns show."""
-
-    least: float
-    most: float
-
-    @property
-    def wide(self) -> bool:
-        """Whether it leaves open which is faster, or by how much."""
-        return self.most > _WIDE * self.least or (self.least < 1 < self.most > _ALIKE * self.least)
-
-
 def _spreads(parts: Sequence[Sequence[Method]], nbytes: int) -> dict[str, Spread]:
+    """Each method's share of dense's time, by what more than half of the turns show."""
     shares: dict[str, list[float]] = {}
     for methods in parts:
         dense = sum(_stages(methods[0], nbytes))

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import Enum
 from typing import Annotated
 
@@ -12,12 +12,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sidcomp.cli.common import Codecs, Json, codecs_of, gbit_of
+from sidcomp.cli.common import Codecs, Json, codecs_of, count, gbit_of
 from sidcomp.config.accuracy import CodecSpec
 from sidcomp.errors import SidcompError
-from sidcomp.standalone.estimate import GPU, Estimate, Way, candidates, estimate
+from sidcomp.planner.cost_curve import Spread
+from sidcomp.standalone.estimate import GPU, OPTIMIZERS, Estimate, Way, candidates, estimate
 from sidcomp.standalone.model_shapes import Model, read_model
-from sidcomp.standalone.simulation import DENSE, Compute, Link, measure
+from sidcomp.standalone.simulation import DENSE, Link, Measured, measure_all
+
+
+class Optimizer(str, Enum):
+    """For which State("auto") chooses among other codecs."""
+
+    sgd = "SGD"
+    adam = "Adam"
 
 
 class Device(str, Enum):
@@ -33,14 +41,28 @@ def estimate_command(
         typer.Option(help="parameters.json, a Hugging Face config.json, torchvision:NAME or timm:NAME."),
     ],
     link: Annotated[str, typer.Option(help="The network of a node, each way: 10gbit, 100mbit.")],
-    ranks: Annotated[int, typer.Option(help="How many ranks train together.")],
+    ranks: Annotated[int, typer.Option(parser=count, metavar="N", help="How many ranks train together.")],
     step_ms: Annotated[
         float, typer.Option(help="Milliseconds of a step of one rank alone, without communication.")
     ],
     latency_us: Annotated[float, typer.Option(help="Of a round of messages.")] = 50.0,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node's link.")] = 1,
+    ranks_per_node: Annotated[
+        int, typer.Option(parser=count, metavar="N", help="Ranks that share a node's link.")
+    ] = 1,
     node_gbit: Annotated[float, typer.Option(help="Gbit/s between ranks of a node.")] = 400.0,
     codec: Codecs = None,
+    optimizer: Annotated[
+        Optimizer | None,
+        typer.Option(
+            case_sensitive=False,
+            help='What trains, which decides what State("auto") may choose: Adam stands for AdamW and all '
+            "with two betas, SGD for the others. Without it: both.",
+        ),
+    ] = None,
+    every: Annotated[
+        int,
+        typer.Option(parser=count, metavar="N", help="Steps between two exchanges of LocalSteps and Outer."),
+    ] = 30,
     device: Annotated[
         Device,
         typer.Option(help="Where codecs run. cpu: their speed is measured here; gpu: it is assumed."),
@@ -52,24 +74,26 @@ def estimate_command(
         speed = Link(gbit_of(link), latency_us, 0.0, node_gbit)
         shapes, codecs = read_model(model), codecs_of(codec)
         compute = _compute(candidates(codecs), device)
-        found = estimate(shapes, ranks, step_ms, speed, compute, codecs, ranks_per_node)
+        optimizers = list(OPTIMIZERS) if optimizer is None else [optimizer.value]
+        found = estimate(shapes, ranks, step_ms, speed, compute, codecs, ranks_per_node, optimizers, every)
     except (SidcompError, ValueError, OSError) as e:
         raise typer.BadParameter(str(e)) from None
     notes = assumptions(shapes, found, compute, device)
     if as_json:
-        plain = {**asdict(found), "gains": found.gains, "sentence": found.sentence, "assumed": notes}
+        gains = {name: auto.gains for name, auto in found.auto.items()}
+        plain = {**asdict(found), "gains": gains, "sentence": found.sentence, "assumed": notes}
         print(json.dumps(plain, indent=1))
     else:
         show(model, found, notes)
 
 
-def _compute(needed: dict[str, CodecSpec], device: Device) -> dict[str, Compute]:
+def _compute(needed: dict[str, CodecSpec], device: Device) -> dict[str, Measured]:
     if device is Device.gpu:
-        return dict.fromkeys(needed, GPU)
-    return {label: measure(name, **parameters) for label, (name, parameters) in needed.items()}
+        return dict.fromkeys(needed, Measured.assumed(GPU))
+    return measure_all(needed)
 
 
-def assumptions(model: Model, found: Estimate, compute: dict[str, Compute], device: Device) -> list[str]:
+def assumptions(model: Model, found: Estimate, compute: dict[str, Measured], device: Device) -> list[str]:
     """What the prediction takes for granted, a sentence each."""
     if device is Device.gpu:
         speed = (
@@ -77,17 +101,23 @@ def assumptions(model: Model, found: Estimate, compute: dict[str, Compute], devi
             "for every codec; not measured"
         )
     else:
-        costs = ", ".join(
-            f"{k.split()[0]} {c.encode_ns:.2g} and {c.decode_ns:.2g}" for k, c in compute.items()
+        costs = "; ".join(
+            f"{k}: {c.compute.encode_ns:.2g} and {c.compute.decode_ns:.2g}" for k, c in compute.items()
         )
-        speed = f"codecs on one thread of this machine, measured: encode and decode, ns an element: {costs}"
+        speed = (
+            "codecs on one thread of this machine, measured in turns; spread: by the most and by the least "
+            f"that more than half of the turns show; encode and decode, ns an element: {costs}"
+        )
     return [
         f"model: {model.about}",
         "gradients in float32; a third of the computation is forward, two thirds are backward",
         speed,
         f"network: {found.link.gbit:g} Gbit/s and {found.link.latency_us:g} us a round, not shared with "
         "others; exchanges take no computing time of their own",
-        'table: over the buckets of DDP, 25 MB each; State("auto") plans its groups',
+        'codecs: in the hook, over the buckets of DDP, 25 MB each; State("auto") plans its groups, and takes '
+        "a codec only with an optimizer with which it was measured to keep the loss (docs/accuracy.md)",
+        "local training: the exchange overlaps with nothing (delay=0), and what LocalError and Outer compute "
+        "beside the codec is not counted; LocalError, LocalSteps and Outer train otherwise than DDP",
         "accuracy is not predicted",
     ]
 
@@ -102,23 +132,38 @@ def show(name: str, found: Estimate, notes: list[str]) -> None:
     line(f"{name}: {found.elements:,} parameters in {found.tensors} tensors; {found.ranks} ranks")
     line(f"without communication {found.ceiling_ms:.4g} ms a step, plain DDP {found.dense_ms:.4g} ms")
     table = Table(box=SIMPLE_HEAD)
-    for column in ("codec", "exchange", "MB a rank sends", "ms a step", "speed-up"):
-        left = column in ("codec", "exchange")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
-    dense = Way("plain DDP", DENSE, "allreduce", found.dense_bytes, found.dense_ms, 1.0)
-    for way in (dense, *found.ways):
-        table.add_row(*_cells(way, way.name, way.exchange))
-    table.add_row(*_cells(found.auto, 'State("auto")', found.auto.exchange))
+    left = ("codec", "exchange", "auto takes it")
+    for column in (*left[:2], "MB a rank sends", "ms a step", "speed-up", "spread", left[2]):
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    plain = Way("plain DDP", DENSE, "allreduce", found.dense_bytes, found.dense_ms, 1.0, Spread(1.0, 1.0))
+    table.add_row(*_cells(plain))
+    every = [*found.ways, *(_named(name, auto.way) for name, auto in found.auto.items()), *found.local]
+    for way in every:
+        chosen = ", ".join(f"with {name}" for name in way.auto_with)
+        table.add_row(*_cells(way), (chosen or "no") if way in found.ways else "")
     console.print(table)
-    line(f'State("auto") would send in {found.groups} groups: {found.auto.name}')
+    for name, auto in found.auto.items():
+        line(f'State("auto") with {name} would send in {auto.groups} groups: {auto.way.name}')
     for label, why in found.refused.items():
         line(f"left out: {label}: {why}")
     line("This is a model, not a measurement. It assumes:")
     for note in notes:
         line(f"  {note}")
+    if wide := [way.name for way in every if way.spread.wide]:
+        line(
+            f"Too wide a spread to conclude from: {', '.join(wide)}. Something else used this machine while "
+            "the codecs were measured: measure again"
+        )
     console.print()
     line(found.sentence)
 
 
-def _cells(way: Way, name: str, exchange: str) -> tuple[str, ...]:
-    return escape(name), exchange, f"{way.bytes / 1e6:.2f}", f"{way.step_ms:.4g}", f"{way.speedup:.2f}"
+def _named(optimizer: str, way: Way) -> Way:
+    return replace(way, name=f'State("auto") with {optimizer}')
+
+
+def _cells(way: Way) -> tuple[str, ...]:
+    least, most = way.spread
+    spread = f"{least:.2f} to {most:.2f}" if most > least else ""
+    sent = f"{way.bytes / 1e6:.2f}"
+    return escape(way.name), way.exchange, sent, f"{way.step_ms:.4g}", f"{way.speedup:.2f}", spread

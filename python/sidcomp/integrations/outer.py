@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from sidcomp.config.accuracy import OUTER
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.integrations.attendance import Attendance
 from sidcomp.integrations.local_parts import (
@@ -105,7 +106,7 @@ class Outer(LocalSteps):
         if not isinstance(stale, int) or isinstance(stale, bool) or stale < 0:
             raise ArgumentError(f"stale={stale!r}: give a number of missed exchanges, at least 0")
         if state is None:
-            state = State("topk", density=1 / 64, values="log4", indices="packed", beta=0.95)
+            state = State(OUTER[0], **OUTER[1])
         if deadline is not None and noise_correction:
             raise UnsupportedError(
                 f"deadline={deadline}: noise_correction=True compares the gradients of all ranks, and some "

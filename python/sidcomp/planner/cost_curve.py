@@ -1,16 +1,20 @@
 """Cost curves: functions from bytes to time, fitted to measured points."""
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median, quantiles
+from typing import NamedTuple
 
 from sidcomp.errors import ArgumentError
 
 Knots = list[list[int]]
-Level = Callable[[Sequence[int]], float]  # of the repeats of a point
+Level = Callable[[Iterable[int]], float]  # of the repeats of a point
 
+_WIDE = 1.5  # times: a spread from which no figure can be taken
+_ALIKE = 1.1  # times: within it, two take equally long
 _LOSS = 0.02  # drop a knot if the line without it stays this close, as a fraction
 _PS = 1000  # picoseconds in a nanosecond
 
@@ -45,9 +49,23 @@ class Curve:
         return _at(self.knots, nbytes)
 
 
-def low(samples: Sequence[float]) -> float:
+def low(samples: Iterable[int]) -> float:
     """The first decile: what something takes where little disturbs it."""
-    return quantiles(samples, n=10, method="inclusive")[0] if len(samples) > 1 else samples[0]
+    few = list(samples)
+    return float(quantiles(few, n=10, method="inclusive")[0] if len(few) > 1 else few[0])
+
+
+class Spread(NamedTuple):
+    """The least and the most of a ratio that measurements of the same thing show."""
+
+    least: float
+    most: float
+
+    @property
+    def wide(self) -> bool:
+        """Whether it leaves open by how much one is faster than the other, or which."""
+        ratio = self.most / self.least if self.least > 0 else math.inf
+        return ratio > _WIDE or (ratio > _ALIKE and self.least < 1 < self.most)
 
 
 def fit(points: Sequence[tuple[int, Sequence[int]]], upto: int, level: Level = median) -> Curve:

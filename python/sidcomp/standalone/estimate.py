@@ -2,18 +2,19 @@
 need not be here: the planner's model of an iteration, with the costs of `simulate`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sidcomp import core as _core
-from sidcomp.config.accuracy import CodecSpec
+from sidcomp.config.accuracy import HUNDREDTH, OUTER, CodecSpec
 from sidcomp.config.schedule import last
 from sidcomp.config.settings import Candidate, Settings
 from sidcomp.errors import ArgumentError, SidcompError
 from sidcomp.planner import fusion
+from sidcomp.planner.cost_curve import Spread
 from sidcomp.standalone.model_shapes import Model
-from sidcomp.standalone.simulation import DENSE, Compute, Link, methods, simulate
+from sidcomp.standalone.simulation import DENSE, Compute, Link, Measured, methods, simulate
 
 FORWARD = 1 / 3  # of a step's computation; the backward pass takes twice as long
 BUCKET = 25 * 2**20  # bytes, DDP's default
@@ -22,13 +23,20 @@ BUCKET = 25 * 2**20  # bytes, DDP's default
 GPU = Compute(encode_ns=0.020, decode_ns=0.010, merge_ns=0.010)
 _LEAST = 0.03  # a gain below this share of a step is none
 _MOST_MS = 1e6
+_MOST_STEPS = 1_000_000
+_AUTO = "auto: "  # before the labels of what State("auto") chooses from
 _WORK_LIMIT = 2_000_000  # of the search for a plan: about a second
+
+
+# The optimizers for which State("auto") chooses among other codecs: whether they are relatives of Adam.
+OPTIMIZERS: Mapping[str, bool] = {"SGD": False, "Adam": True}
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to exchange the gradient. bytes: what a rank sends in a step. speedup: the step of plain DDP
-    over this one."""
+    """One way to train. bytes: what a rank sends in a step, on average. speedup: the step of plain DDP over
+    this one; spread: the same by the least and the most that the codecs were measured to take. auto_with: the
+    optimizers with which State("auto") may choose the codec."""
 
     name: str
     codec: str
@@ -36,6 +44,21 @@ class Way:
     bytes: int
     step_ms: float
     speedup: float
+    spread: Spread
+    auto_with: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Auto:
+    """What State("auto") would choose. groups: of its plan."""
+
+    way: Way
+    groups: int
+
+    @property
+    def gains(self) -> bool:
+        """Whether it takes a step that is shorter by more than the model can be trusted for."""
+        return self.way.speedup > 1 / (1 - _LEAST)
 
 
 @dataclass(frozen=True)
@@ -51,33 +74,36 @@ class Estimate:
     dense_ms: float
     dense_bytes: int
     ways: tuple[Way, ...]  # codecs over DDP's buckets, in the order asked for
-    auto: Way  # what State("auto") would choose by this model
-    groups: int  # of that plan
+    auto: Mapping[str, Auto]  # by optimizer
+    local: tuple[Way, ...]  # without DDP: the ranks exchange updates, after each step or each `every` steps
     refused: Mapping[str, str]  # codecs that are left out, and why
 
     @property
-    def gains(self) -> bool:
-        """Whether `auto` takes a step that is shorter by more than the model can be trusted for."""
-        return self.auto.step_ms < (1 - _LEAST) * self.dense_ms
-
-    @property
     def sentence(self) -> str:
-        """What the figures say."""
+        """What the figures say of State("auto")."""
         where = f"At {self.link.gbit:g} Gbit/s with {self.ranks} ranks"
-        exposed = self.dense_ms - self.ceiling_ms
-        if exposed < _LEAST * self.dense_ms:
+        if self.dense_ms - self.ceiling_ms < _LEAST * self.dense_ms:
             return f"{where} communication hides behind the backward pass: compression gains nothing."
-        if not self.gains:
+        said = {name: self._said(auto) for name, auto in self.auto.items()}
+        name, text = next(iter(said.items()))
+        if len(said) == 1:
+            return f"{where} {text} with {name}."
+        if len({*said.values()}) == 1:
+            return f"{where} {text}."
+        return f"{where}: {'; '.join(f'with {name}, {text}' for name, text in said.items())}."
+
+    def _said(self, auto: Auto) -> str:
+        if not auto.gains:
+            exposed = self.dense_ms - self.ceiling_ms
             return (
-                f"{where} plain DDP waits {exposed:.3g} ms a step for communication, but compression would "
-                "cost as much as it saves: it gains nothing."
+                f"plain DDP waits {exposed:.3g} ms a step for communication, but compression would cost as "
+                "much as it saves: it gains nothing"
             )
-        times = (
-            f"from {self.dense_ms:.4g} to {self.auto.step_ms:.4g} ms ({self.auto.speedup:.2g} times as fast)"
-        )
-        if self.auto.codec == DENSE:
-            return f'{where} other groups alone would take a step {times}: State("auto") finds them.'
-        return f'{where} State("auto") would take a step {times}.'
+        way = auto.way
+        times = f"from {self.dense_ms:.4g} to {way.step_ms:.4g} ms ({way.speedup:.2g} times as fast)"
+        if way.codec == DENSE:
+            return f'State("auto") would find groups that alone take a step {times}'
+        return f'State("auto") would take a step {times}'
 
 
 def exchange_of(settings: Settings, index: int, n: int, world: int) -> str:
@@ -98,11 +124,15 @@ def estimate(
     ranks: int,
     step_ms: float,
     link: Link,
-    compute: Mapping[str, Compute],
+    compute: Mapping[str, Measured],
     codecs: Sequence[CodecSpec] = (),
     ranks_per_node: int = 1,
+    optimizers: Sequence[str] = tuple(OPTIMIZERS),
+    every: int = 30,
 ) -> Estimate:
-    """Predicts the step of plain DDP, of each of `codecs`, and of State("auto").
+    """Predicts the step of plain DDP, of each of `codecs`, of State("auto") with each of `optimizers`, and of
+    local training: LocalError with updates of a hundredth of the bytes, and LocalSteps and Outer, whose ranks
+    exchange once in `every` steps.
 
     step_ms: the milliseconds that one rank computes in a step: forward, backward, optimizer.
     compute: what encode and decode take, by the `encoding` of `candidates`.
@@ -112,80 +142,188 @@ def estimate(
         raise ArgumentError(f"ranks={ranks}: 2 to 4096")
     if not 0 < step_ms <= _MOST_MS:
         raise ArgumentError(f"step_ms={step_ms}: give the milliseconds of a step, up to {_MOST_MS:g}")
-    n, size = model.elements, max(1, min(model.elements, BUCKET // 4))
-    sent: dict[str, tuple[Candidate, str]] = {}
-    refused: dict[str, str] = {}
-    for name, parameters in codecs:
-        try:
-            settings = Settings.parse(name, dict(parameters))
-            candidate = settings.candidates[0]
-            sent[candidate.encoding] = (candidate, exchange_of(settings, 0, size, ranks))
-        except (SidcompError, ValueError) as e:
-            raise ArgumentError(f"codec {name!r}: {e}") from None
-    auto = _auto(ranks, ranks_per_node, size)
-    costs: list[dict[str, Any]] = []
-    bytes_of: dict[str, int] = {}
-    every = {**auto, **sent}
-    for label, (candidate, exchange) in every.items():
-        own: dict[str, Any] = dict(last(candidate.parameters))
-        work = {label: compute[candidate.encoding]}
-        try:
-            found = simulate(
-                n, candidate.codec.name, worlds=[ranks], exchange=[exchange],
-                ranks_per_node=ranks_per_node, **own,
-            )  # fmt: skip
-            made = methods(
-                {label: (candidate.codec.name, exchange, own)}, ranks, link, work,
-                most_bytes=max(1 << 22, 4 * n), ranks_per_node=ranks_per_node,
-            )  # fmt: skip
-        except SidcompError as e:
-            refused[label] = str(e)
-            continue
-        bytes_of[DENSE] = found.row(DENSE, ranks).bytes
-        bytes_of[label] = found.row(exchange, ranks).bytes
-        costs += made if not costs else made[1:]
-    if not costs:
-        raise ArgumentError(f"no codec can be estimated: {'; '.join(refused.values())}")
-    names = [m["name"] for m in costs]
-    instance = instance_of(model, step_ms, costs)
-    dense = fusion.plan(instance, "bucket", method=DENSE, bytes=BUCKET)["time_ps"] / 1e9
-
-    def way(label: str) -> Way:
-        candidate, exchange = sent[label]
-        took = fusion.plan(instance, "bucket", method=label, bytes=BUCKET)["time_ps"] / 1e9
-        return Way(label, candidate.codec.name, exchange, bytes_of[label], took, dense / took)
-
-    chosen = _choosing(instance, [DENSE, *auto])
-    best = fusion.plan(chosen, "ldp", work_limit=_WORK_LIMIT)
+    if not 1 <= every <= _MOST_STEPS:
+        raise ArgumentError(f"every={every}: give the steps between two exchanges, 1 to {_MOST_STEPS}")
+    if not optimizers or not set(optimizers) <= OPTIMIZERS.keys():
+        raise ArgumentError(f"optimizers={optimizers!r}: give some of {', '.join(OPTIMIZERS)}")
+    size = max(1, min(model.elements, BUCKET // 4))
+    sent = _sent(codecs, size, ranks)
+    local = _sent([HUNDREDTH, OUTER], size, ranks)
+    auto = {name: _auto(OPTIMIZERS[name], ranks, ranks_per_node, size) for name in optimizers}
+    ways = {label: way for some in (*auto.values(), local, sent) for label, way in some.items()}
+    costs = _Costs(model, step_ms, ranks, link, compute, ranks_per_node, ways)
+    chosen = {name: {candidate.encoding for candidate, _ in found.values()} for name, found in auto.items()}
     return Estimate(
-        n, len(model.parameters), ranks, link, ranks_per_node, step_ms, dense, bytes_of[DENSE],
-        tuple(way(label) for label in sent if label in names),
-        _planned(chosen, best, dense, bytes_of, auto), len(best["ends"]), refused,
-    )  # fmt: skip
+        model.elements,
+        len(model.parameters),
+        ranks,
+        link,
+        ranks_per_node,
+        step_ms,
+        costs.dense_ms,
+        costs.bytes_of[DENSE],
+        tuple(
+            costs.hooked(label, tuple(name for name, found in chosen.items() if label in found))
+            for label in sent
+            if label in costs.bytes_of
+        ),
+        {name: costs.planned(found) for name, found in auto.items()},
+        tuple(
+            costs.local(name, label, steps)
+            for name, label, steps in (
+                ("LocalError, updates at 1/100", _label(HUNDREDTH), 1),
+                (f"LocalSteps or Outer, uncompressed, every {every}", DENSE, every),
+                (f"Outer, its own codec, every {every}", _label(OUTER), every),
+            )
+            if label in costs.bytes_of
+        ),
+        {label: why for label, why in costs.refused.items() if label in sent},
+    )
 
 
 def candidates(codecs: Sequence[CodecSpec]) -> dict[str, CodecSpec]:
-    """The codecs whose speed an estimate needs, by encoding: those given, and those of State("auto")."""
-    found: dict[str, CodecSpec] = {}
-    for name, parameters in codecs:
-        c = Settings.parse(name, dict(parameters)).candidates[0]
-        found[c.encoding] = (c.codec.name, last(c.parameters))
-    for c in Settings.parse("auto", {}).candidates:
-        found[c.encoding] = (c.codec.name, last(c.parameters))
+    """The codecs whose speed an estimate needs, by encoding: those given, those of State("auto") with any
+    optimizer, and those of local training."""
+    found = [_parsed(spec).candidates[0] for spec in (*codecs, HUNDREDTH, OUTER)]
+    for adaptive in OPTIMIZERS.values():
+        found += Settings.parse("auto", {}, adaptive=adaptive).candidates
+    return {c.encoding: (c.codec.name, last(c.parameters)) for c in found}
+
+
+def _parsed(spec: CodecSpec) -> Settings:
+    name, parameters = spec
+    try:
+        return Settings.parse(name, dict(parameters))
+    except (SidcompError, ValueError) as e:
+        raise ArgumentError(f"codec {name!r}: {e}") from None
+
+
+def _label(spec: CodecSpec) -> str:
+    return _parsed(spec).candidates[0].encoding
+
+
+_Sent = dict[str, tuple[Candidate, str]]  # a candidate and its exchange, by label
+
+
+def _sent(codecs: Sequence[CodecSpec], n: int, ranks: int) -> _Sent:
+    found: _Sent = {}
+    for settings in map(_parsed, codecs):
+        candidate = settings.candidates[0]
+        found[candidate.encoding] = (candidate, exchange_of(settings, 0, n, ranks))
     return found
 
 
-def _auto(ranks: int, ranks_per_node: int, n: int) -> dict[str, tuple[Candidate, str]]:
+def _auto(adaptive: bool, ranks: int, ranks_per_node: int, n: int) -> _Sent:
     """What State("auto") chooses from, as far as it fits so many ranks and nodes."""
-    settings = Settings.parse("auto", {})
+    settings = Settings.parse("auto", {}, adaptive=adaptive)
     nodes = 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0
-    found: dict[str, tuple[Candidate, str]] = {}
+    found: _Sent = {}
     for i, c in enumerate(settings.candidates):
         by_nodes = c.choice is not None and "ranks_per_node" in c.choice.parameters
         if nodes or not by_nodes:
             exchange = exchange_of(settings, i, n, ranks)
-            found[f"auto: {c.encoding} over {exchange}"] = (c, exchange)
+            found[f"{_AUTO}{c.encoding} over {exchange}"] = (c, exchange)
     return found
+
+
+class _Costs:
+    """The planner's model of an iteration, with every way in it: once with the figures that count, and with
+    the least and the most that the codecs were measured to take."""
+
+    def __init__(
+        self,
+        model: Model,
+        step_ms: float,
+        ranks: int,
+        link: Link,
+        compute: Mapping[str, Measured],
+        ranks_per_node: int,
+        ways: _Sent,
+    ) -> None:
+        self.ways, self.step_ms = ways, step_ms
+        self.bytes_of: dict[str, int] = {}
+        self.refused: dict[str, str] = {}
+        levels: list[list[dict[str, Any]]] = [[], [], []]
+        for label, (candidate, exchange) in ways.items():
+            own: dict[str, Any] = dict(last(candidate.parameters))
+            name, took = candidate.codec.name, compute[candidate.encoding]
+            try:
+                found = simulate(
+                    model.elements, name, worlds=[ranks], exchange=[exchange],
+                    ranks_per_node=ranks_per_node, **own,
+                )  # fmt: skip
+                made = {
+                    of: methods(
+                        {label: (name, exchange, own)}, ranks, link, {label: of},
+                        most_bytes=max(1 << 22, 4 * model.elements), ranks_per_node=ranks_per_node,
+                    )
+                    for of in {took.compute, took.least, took.most}
+                }  # fmt: skip
+            except SidcompError as e:
+                self.refused[label] = str(e)
+                continue
+            for costs, of in zip(levels, (took.compute, took.least, took.most), strict=True):
+                costs += made[of] if not costs else made[of][1:]
+            self.bytes_of[DENSE] = found.row(DENSE, ranks).bytes
+            self.bytes_of[label] = found.row(exchange, ranks).bytes
+        if not levels[0]:
+            raise ArgumentError(f"no codec can be estimated: {'; '.join(self.refused.values())}")
+        self.instances = [instance_of(model, step_ms, costs) for costs in levels]
+        self.dense_ms = _over_buckets(self.instances[0], DENSE)
+
+    def _way(self, name: str, label: str, took: Sequence[float], steps: int = 1) -> Way:
+        """took: the milliseconds of a step by each level."""
+        usual, *ends = (self.dense_ms / ms for ms in took)
+        candidate, exchange = self.ways.get(label, (None, "allreduce"))
+        codec = DENSE if candidate is None else candidate.codec.name
+        spread = Spread(min(usual, *ends), max(usual, *ends))
+        return Way(name, codec, exchange, self.bytes_of[label] // steps, took[0], usual, spread)
+
+    def hooked(self, label: str, auto_with: tuple[str, ...]) -> Way:
+        """In DDP's hook, over DDP's buckets."""
+        took = [_over_buckets(instance, label) for instance in self.instances]
+        return replace(self._way(label, label, took), auto_with=auto_with)
+
+    def local(self, name: str, label: str, steps: int) -> Way:
+        """Without DDP: after so many steps the updates are exchanged, in buckets of the same size."""
+        took = []
+        for instance in self.instances:
+            after = [{**t, "backward_ps": 0} for t in instance["tensors"]]
+            step = instance["forward_ps"] + sum(t["backward_ps"] for t in instance["tensors"])
+            last_step = _over_buckets({**instance, "forward_ps": step, "tensors": after}, label)
+            took.append(((steps - 1) * self.step_ms + last_step) / steps)
+        return self._way(name, label, took, steps)
+
+    def planned(self, among: _Sent) -> Auto:
+        """What is fastest, of plain DDP and some ways; its bytes in proportion to what each carries of the
+        gradient."""
+        chosen = [_choosing(instance, {DENSE, *among}) for instance in self.instances]
+        plan = fusion.plan(chosen[0], "ldp", work_limit=_WORK_LIMIT)
+        took = [fusion.evaluate(instance, plan)["time_ps"] / 1e9 for instance in chosen]
+        total = sum(t["bytes"] for t in chosen[0]["tensors"])
+        carried: dict[str, int] = {}
+        start = 0
+        for end, method in zip(plan["ends"], plan["methods"], strict=True):
+            name = chosen[0]["methods"][method]["name"]
+            part = sum(t["bytes"] for t in chosen[0]["tensors"][start:end])
+            carried[name] = carried.get(name, 0) + part
+            start = end
+        used = [name for name in carried if name != DENSE]
+        text = " and ".join(name.removeprefix(_AUTO) for name in used)
+        if used and DENSE in carried:
+            text += f", {100 * carried[DENSE] / total:.0f} % of the gradient uncompressed"
+        way = replace(
+            self._way(text or "uncompressed", DENSE, took),
+            bytes=sum(self.bytes_of[name] * part // total for name, part in carried.items()),
+            exchange=", ".join(dict.fromkeys(self.ways[name][1] for name in used)) or "allreduce",
+            codec=", ".join(dict.fromkeys(self.ways[name][0].codec.name for name in used)) or DENSE,
+        )
+        return Auto(way, len(plan["ends"]))
+
+
+def _over_buckets(instance: Mapping[str, Any], label: str) -> float:
+    """The milliseconds of an iteration by one method, over the buckets of DDP."""
+    return int(fusion.plan(instance, "bucket", method=label, bytes=BUCKET)["time_ps"]) / 1e9
 
 
 def instance_of(model: Model, step_ms: float, costs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -206,32 +344,6 @@ def instance_of(model: Model, step_ms: float, costs: list[dict[str, Any]]) -> di
     return {"forward_ps": forward, "tensors": tensors, "methods": costs}
 
 
-def _choosing(instance: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _choosing(instance: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
     """The instance with those of its methods that are named."""
     return {**instance, "methods": [m for m in instance["methods"] if m["name"] in names]}
-
-
-def _planned(
-    instance: Mapping[str, Any],
-    plan: Mapping[str, Any],
-    dense_ms: float,
-    bytes_of: Mapping[str, int],
-    auto: Mapping[str, tuple[Candidate, str]],
-) -> Way:
-    """A plan as a Way; its bytes in proportion to what each method carries of the gradient."""
-    total = sum(t["bytes"] for t in instance["tensors"])
-    carried: dict[str, int] = {}
-    start = 0
-    for end, method in zip(plan["ends"], plan["methods"], strict=True):
-        name = instance["methods"][method]["name"]
-        carried[name] = carried.get(name, 0) + sum(t["bytes"] for t in instance["tensors"][start:end])
-        start = end
-    sent = sum(bytes_of[name] * part // total for name, part in carried.items())
-    used = [name for name in carried if name != DENSE]
-    text = " and ".join(name.removeprefix("auto: ") for name in used)
-    if used and DENSE in carried:
-        text += f", {100 * carried[DENSE] / total:.0f} % of the gradient uncompressed"
-    took = plan["time_ps"] / 1e9
-    exchanges = ", ".join(dict.fromkeys(auto[name][1] for name in used)) or "allreduce"
-    names = ", ".join(dict.fromkeys(auto[name][0].codec.name for name in used)) or DENSE
-    return Way(text or "uncompressed", names, exchanges, sent, took, dense_ms / took)

@@ -4,16 +4,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
-from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
 from sidcomp import core as _core
+from sidcomp.config.accuracy import CodecSpec
 from sidcomp.config.kinds import is_list, is_number, is_whole
 from sidcomp.config.registry import exchanges, find_codec, find_exchange, find_memory
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import ArgumentError, SetupError, SidcompError
+from sidcomp.planner.cost_curve import low
 
 WORLDS = tuple(2**i for i in range(1, 13))
 DENSE = "dense"
@@ -322,58 +324,130 @@ def _compute(x: _core.Exchange, c: Compute) -> float:
     return x.n * 1e-9 * (codec + x.merged * c.merge_ns + x.in_node * c.node_ns)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What this machine takes: by the first decile of all turns; and the least and the most of each figure
+    that the choices of more than half of the turns show."""
+
+    compute: Compute
+    least: Compute
+    most: Compute
+
+    @classmethod
+    def assumed(cls, compute: Compute) -> "Measured":
+        """Without a spread."""
+        return cls(compute, compute, compute)
+
+
 def measure(codec: str, n: int = 1 << 20, memory: str | None = None, **parameters: Setting) -> Compute:
-    """What this machine takes: medians over some calls of one thread. Merging, for codecs of signs, is that
-    of ring1, and what ranks exchange uncompressed that of hierarchical."""
-    import numpy
+    """What this machine takes for one codec, see `measure_all`."""
+    return measure_all({codec: (codec, parameters)}, n, memory)[codec].compute
 
-    from sidcomp.standalone.compressor import Compressor
-    from sidcomp.standalone.loopback import Loopback
 
-    own = {p.name for e in exchanges() for p in e.parameters}
-    settings: dict[str, Any] = {k: v for k, v in parameters.items() if k not in own}
-    c = Compressor(codec, n, memory=memory, world=1, **settings)
-    x = numpy.random.default_rng(0).standard_normal(n).astype(numpy.float32)
-    payload = c.encode(x)
-    out = numpy.empty(n, numpy.float32)
-    encode, decode = (_median_ns(call) / n for call in (lambda: c.encode(x), lambda: c.decode(payload, out)))
-    copy = _median_ns(lambda: numpy.copyto(out, x)) / n
+def measure_all(
+    codecs: Mapping[str, CodecSpec], n: int = 1 << 20, memory: str | None = None
+) -> dict[str, Measured]:
+    """What this machine takes, one thread, for each codec by its name: encode and decode of n elements.
+    Merging, for codecs of signs, is that of ring1, and what ranks exchange uncompressed that of hierarchical.
 
-    def rest(world: int, exchange: str, **more: Any) -> float:
-        """What a rank computes beside encode and decode, by the element; 0 if it does not take the codec."""
+    All are measured in turns, so that what else the machine does meets all alike, and counts by first
+    deciles, so that it hardly counts.
+    """
+    timed = {name: _Timed(codec, n, memory, own) for name, (codec, own) in codecs.items()}
+    turns = [{name: one.turn() for name, one in timed.items()} for _ in range(_TURNS)]
+    parts = list(combinations(turns, _TURNS // 2 + 1))
+    return {
+        name: one.measured([turn[name] for turn in turns], [[turn[name] for turn in some] for some in parts])
+        for name, one in timed.items()
+    }
+
+
+_TURNS = 9
+_REPEATS = 4  # of a call in a turn
+_SETTLED = 5  # calls before those that count: a predicted threshold is stable after some encodes
+_Turn = dict[str, list[int]]  # the ns of a call, by the name of what is called
+
+
+class _Timed:
+    """The calls of one codec whose time is asked for."""
+
+    def __init__(self, codec: str, n: int, memory: str | None, parameters: Mapping[str, Setting]) -> None:
+        import numpy
+
+        from sidcomp.standalone.compressor import Compressor
+
+        self.n, self.memory = n, memory
+        own = {p.name for e in exchanges() for p in e.parameters}
+        self.settings: dict[str, Any] = {k: v for k, v in parameters.items() if k not in own}
+        c = Compressor(codec, n, memory=memory, world=1, **self.settings)
+        self.codec = c.codec
+        self.x = numpy.random.default_rng(0).standard_normal(n).astype(numpy.float32)
+        payload, out = c.encode(self.x), numpy.empty(n, numpy.float32)
+        self.calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "encode": (lambda: c.encode(self.x), _nothing),
+            "decode": (lambda: c.decode(payload, out), _nothing),
+            "copy": (lambda: numpy.copyto(out, self.x), _nothing),
+        }
+        self.loops: dict[str, Any] = {}
+        if "signs" in c.codec.traits:
+            self._add("ring1", 4)
+        self._add("hierarchical", 2, ranks_per_node=2)
+        for call, prepare in self.calls.values():
+            for _ in range(_SETTLED):
+                prepare()
+                call()
+
+    def _add(self, exchange: str, world: int, **more: Any) -> None:
+        """A step of ranks in this process; without it where the exchange does not take the codec."""
+        from sidcomp.standalone.compressor import _look, _segments
+        from sidcomp.standalone.loopback import Loopback
+
+        codec, n = self.codec.name, self.n
         try:
-            loop = Loopback(world, exchange, codec, n, memory=memory, **settings, **more)
+            loop = Loopback(world, exchange, codec, n, memory=self.memory, **self.settings, **more)
         except SidcompError:
-            return 0.0
-        whole = _exchange_ns(loop, x) / world / n
-        first = loop.ranks[0]
-        known = first.encoded * encode + first.decoded * decode + copy * loop.bytes_per_rank / x.nbytes
-        return max(0.0, whole - known)
+            return
+        vectors = [self.x.copy() for _ in range(world)]
+        segments = [_segments(_look(v, "x")) for v in vectors]
 
-    merge = rest(4, "ring1") / 0.75 if "signs" in c.codec.traits else 0.0
-    return Compute(encode, decode, merge, rest(2, "hierarchical", ranks_per_node=2))
+        def fill() -> None:
+            for v in vectors:
+                v[:] = self.x
+
+        self.loops[exchange] = loop
+        self.calls[exchange] = (lambda: loop._exchange(segments, 1.0), fill)
+
+    def turn(self) -> _Turn:
+        found: _Turn = {}
+        for name, (call, prepare) in self.calls.items():
+            times = []
+            for _ in range(_REPEATS):
+                prepare()
+                begin = perf_counter_ns()
+                call()
+                times.append(perf_counter_ns() - begin)
+            found[name] = times
+        return found
+
+    def measured(self, turns: Sequence[_Turn], parts: Sequence[Sequence[_Turn]]) -> Measured:
+        every = [vars(self._compute(part)) for part in parts]
+        least, most = (Compute(**{k: of(e[k] for e in every) for k in every[0]}) for of in (min, max))
+        return Measured(self._compute(turns), least, most)
+
+    def _compute(self, turns: Sequence[_Turn]) -> Compute:
+        took = {name: low([ns for turn in turns for ns in turn[name]]) / self.n for name in self.calls}
+
+        def rest(exchange: str) -> float:
+            """What a rank computes beside encode and decode, by the element."""
+            if exchange not in self.loops:
+                return 0.0
+            loop = self.loops[exchange]
+            first = loop.ranks[0]
+            copied = took["copy"] * float(loop.bytes_per_rank / self.x.nbytes)
+            known = float(first.encoded) * took["encode"] + float(first.decoded) * took["decode"] + copied
+            return max(0.0, took[exchange] / float(loop.world) - known)
+
+        return Compute(took["encode"], took["decode"], rest("ring1") / 0.75, rest("hierarchical"))
 
 
-def _median_ns(call: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-    """Of some calls; the first one does not count."""
-    times = []
-    for _ in range(7):
-        prepare()
-        begin = perf_counter_ns()
-        call()
-        times.append(perf_counter_ns() - begin)
-    return median(times[1:])
-
-
-def _exchange_ns(loop: Any, x: Any) -> float:
-    """Of a loopback's step, all ranks after each other, without the copies and checks around it."""
-    from sidcomp.standalone.compressor import _look, _segments
-
-    vectors = [x.copy() for _ in range(loop.world)]
-    segments = [_segments(_look(v, "x")) for v in vectors]
-
-    def fill() -> None:
-        for v in vectors:
-            v[:] = x
-
-    return _median_ns(lambda: loop._exchange(segments, 1.0), fill)
+def _nothing() -> None: ...
