@@ -252,5 +252,7 @@ help: ## this list
 FORCE:
 .PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers sass gpu-check gpu-rehearsal ptx-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
-.SECONDARY:
+# Else make removes them, as nothing names them. All files would be too many: beside FORCE make takes a secondary one that
+# is there for stale.
+.SECONDARY: $(FUZZOBJ) $(patsubst %,$O/tests/fuzz/%.c.o,header decode exchange fusion state)
 -include $(wildcard $(DEPS))

@@ -181,6 +181,30 @@ def test_make_tells_how_many_files_it_will_compile(tmp_path: Path) -> None:
     assert counted() == first - {"csrc/core.c"}
 
 
+def test_a_build_that_goes_on_compiles_what_is_missing_and_counts_it(tmp_path: Path) -> None:
+    """Half of the files are there, by a compiler that only makes them."""
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done\n')
+    compiler.chmod(0o755)
+    make = ["make", "-C", str(ROOT), f"O={tmp_path}/o", f"OUT={tmp_path}/x.so", f"PYTHON={sys.executable}"]
+    make += [f"CC={compiler}", f"CXX={compiler}", "-j2"]
+
+    def compiled(*words: str) -> list[str]:
+        told = subprocess.run([*make, *words], check=True, stdout=subprocess.PIPE, text=True)
+        return [name for line in told.stdout.splitlines() if (name := setup.compiled(line))]
+
+    every = compiled("ext")
+    objects = sorted((tmp_path / "o").rglob("*.o"))
+    assert len(objects) == len(every) > 50
+    for one in objects[::2]:
+        one.unlink()
+    (tmp_path / "x.so").unlink()
+    counted = compiled("-n", "ext", "KNOWN=1")
+    assert len(counted) == len(objects[::2])
+    assert sorted(compiled("ext")) == sorted(counted)
+    assert compiled("ext") == []
+
+
 def test_an_old_setuptools_builds_in_place_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup.setuptools, "__version__", "70.0.0")
     monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
