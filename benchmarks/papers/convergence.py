@@ -288,7 +288,7 @@ def rows_of(task: str, steps: int, only: Sequence[str]) -> dict[str, str]:
     holds = f"--param momentum={m} --clip {1 / (1 - m):.3g}"
     own = {"dgc": holds, "redsync": holds, **SUITED.get(task, {})}
     rows = {c.name: f"--codec {c.name} {own.get(c.name, '')}" for c in sidcomp.codecs() if not c.lossless}
-    for preset in sorted(f.stem for f in flags.CONFIGS.glob("*.toml")):
+    for preset in sidcomp.presets():
         if preset not in ("ci", "fp16", "topk-1pct", "topk-fortieth"):  # other rows have them
             rows[f"preset {preset}"] = f"--config {preset}"
     for label, text in VARIANTS.items():
