@@ -131,24 +131,35 @@ coverage: ## lines and branches of csrc/ that the C tests reach
 
 # The interpreter: PYTHON=..., else .venv or python3 where it has what the tests need, else a new .venv.
 TORCH ?= torch==2.13.0
-NEEDS  = torch numpy rich typer pytest hypothesis matplotlib sklearn pybind11 setuptools
+BUILDS = pybind11 setuptools
+NEEDS  = torch numpy rich typer pytest hypothesis matplotlib sklearn $(BUILDS)
+SITE   = mkdocs material mkdocstrings_handlers
 HAS    = -c 'import sys, importlib.util as u; no = [m for m in sys.argv[1:] if not u.find_spec(m)]; print(*no); sys.exit(bool(no))'
 ifndef PYTHON
 PYTHON := $(shell for p in .venv/bin/python python3; do $$p $(HAS) $(NEEDS) >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python)
 # gpu-check installs nothing.
 OFFLINE := $(or $(wildcard .venv/bin/python),python3)
+else
+GIVEN := $(PYTHON)
 endif
 APT    = (Debian, Ubuntu: apt-get install build-essential python3-dev python3-venv)
 export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-all: env ## the extension in place: python/sidcomp/_core*.so
+all: env-build ## the extension in place: python/sidcomp/_core*.so
 	@$(PYTHON) setup.py -q build_ext --inplace
 
+# What is lacking goes into .venv; a Python of one's own is left as it is. To build takes less than the rest.
+ensure = $(PYTHON) $(HAS) $(1) >/dev/null 2>&1 || \
+    $(MAKE) --no-print-directory venv-$(if $(filter .venv/bin/python,$(PYTHON)),$(2),refuse) WANTS='$(1)'
 env:
-	@$(PYTHON) $(HAS) $(NEEDS) >/dev/null 2>&1 || $(MAKE) --no-print-directory venv-$(if $(filter .venv/bin/python,$(PYTHON)),make,refuse)
+	+@$(call ensure,$(NEEDS),make)
+env-build: $(if $(GIVEN),,env)
+	+@$(call ensure,$(BUILDS),make)
+env-docs:
+	+@$(call ensure,$(SITE),docs)
 venv-refuse:
 	@command -v $(PYTHON) >/dev/null || { echo "sidcomp: no $(PYTHON)"; exit 1; }
-	@echo "sidcomp: $(PYTHON) lacks: $$($(PYTHON) $(HAS) $(NEEDS))"; \
+	@echo "sidcomp: $(PYTHON) lacks: $$($(PYTHON) $(HAS) $(WANTS))"; \
 	 echo "         install these there, or leave PYTHON out: then a .venv is made"; exit 1
 # A torch that python3 has is used from where it is; the rest goes into .venv. torch first: a bare `torch>=2.4` would
 # pick the newest one, CUDA libraries and all.
@@ -166,6 +177,10 @@ venv-make:
 	@.venv/bin/pip install -q 'setuptools>=77' 'pybind11>=2.11'
 	@.venv/bin/pip install -q --no-build-isolation -e '.[test,plot,examples]'
 
+venv-docs: # neither torch nor the extension: the site is made from the sources
+	@test -x .venv/bin/pip || python3 -m venv .venv || { rm -rf .venv; echo "sidcomp: python3 -m venv failed $(APT)"; exit 1; }
+	@.venv/bin/pip install -q $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
+
 # The extension, and beside it the package's own files. What cannot be under a sanitizer, or has nothing of the core, is left out.
 ASANPY   = $(CURDIR)/build/asan-python
 # Some of everything that gets pointers from Python: arrays, payloads, checkpoints, ranks that exchange.
@@ -182,28 +197,28 @@ asan-python: env ## one in 16 of some Python tests, the core under AddressSaniti
 	    UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(ASANPY)/lib OMP_NUM_THREADS=1 \
 	    SHARE=$(if $(ALL)$(TESTS),1,16) $(PYTHON) -m pytest -q -p no:cacheprovider -m 'not slow' $(ARGS) $(or $(TESTS),$(if $(ALL),$(ASANALL),$(ASANSOME)))
 
-train: all ## two ranks train: plain DDP beside sidcomp, a table and a picture (ARGS="--task digits")
+train: env all ## two ranks train: plain DDP beside sidcomp, a table and a picture (ARGS="--task digits")
 	$(PYTHON) examples/launch.py $(ARGS)
-test: all ## the tests, without the slow ones (ARGS="-k topk" TESTS=tests/ddp)
+test: env all ## the tests, without the slow ones (ARGS="-k topk" TESTS=tests/ddp)
 	$(if $(TESTS),$(PYTHON) -m pytest -q -m 'not slow' $(ARGS) $(TESTS),PYTHON=$(PYTHON) tests/run.sh $(ARGS))
-test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
+test-all: env all ## every test, the sanitizers, fuzzing with 10^7 runs each
 	$(PYTHON) -m pytest -q tests
 	+@$(SUB) ctest ALL=1
 	+@$(SUB) asan ALL=1
 	+@$(SUB) tsan
 	+@$(SUB) asan-python ALL=1
 	+@$(SUB) fuzz RUNS=10000000
-bench-codecs: all ## encode and decode of every codec, beside the limit and torch (ARGS="--only topk --n 2600000")
+bench-codecs: env all ## encode and decode of every codec, beside the limit and torch (ARGS="--only topk --n 2600000")
 	$(PYTHON) -m benchmarks.bench_codec --n 260000 2600000 25600000 $(ARGS)
-bench-instructions: all ## instructions of an element, by codec and instruction set (ARGS="--only topk --isa neon avx2 --functions 8")
+bench-instructions: env all ## instructions of an element, by codec and instruction set (ARGS="--only topk --isa neon avx2 --functions 8")
 	$(PYTHON) -m benchmarks.bench_instructions $(ARGS)
-bench: all ## the benchmarks, each with its limit and its baseline
+bench: env all ## the benchmarks, each with its limit and its baseline
 	$(PYTHON) -m benchmarks $(ARGS)
-papers: all ## the five papers' results again, in small: two hours; goes on where it stopped (ARGS="--only cupcake")
+papers: env all ## the five papers' results again, in small: two hours; goes on where it stopped (ARGS="--only cupcake")
 	$(PYTHON) -m benchmarks.papers $(ARGS)
-bench-planner: all ## how long each algorithm plans six models, and what its plan costs (ARGS="--only speed")
+bench-planner: env all ## how long each algorithm plans six models, and what its plan costs (ARGS="--only speed")
 	$(PYTHON) -m benchmarks.bench_planner $(ARGS)
-bench-plan-real: all ## every plan over real links: hours; goes on where it stopped (ARGS="--rates 1gbit --minutes 20")
+bench-plan-real: env all ## every plan over real links: hours; goes on where it stopped (ARGS="--rates 1gbit --minutes 20")
 	$(PYTHON) -m benchmarks.bench_plan_real $(ARGS)
 sass: ## registers, occupancy, instructions and bytes per element of the CUDA kernels; needs nvcc and nvdisasm, no GPU (ARGS=--save)
 	$(PYTHON) -m benchmarks.sass $(ARGS)
@@ -216,7 +231,7 @@ gpu-rehearsal: env ## the four parts of gpu-check without a GPU: in small, on th
 	for part in $(or $(PART),1 2 3 4); do \
 	    $(PYTHON) benchmarks/gpu_check.py --part $$part --rehearse build/emulated --out build/rehearsal $(ARGS) || exit 1; done
 
-wheel: env ## a wheel for this Python, CPU only, in build/wheel; auditwheel tells where it runs (pip install '.[wheel]')
+wheel: env-build ## a wheel for this Python, CPU only, in build/wheel; auditwheel tells where it runs (pip install '.[wheel]')
 	@rm -rf build/wheel build/wheel-raw
 	SIDCOMP_CUDA=0 $(PYTHON) -m pip wheel -q --no-build-isolation --no-deps -w build/wheel-raw .
 	@if ! $(PYTHON) -c 'import auditwheel' 2>/dev/null; then mv build/wheel-raw build/wheel; \
@@ -225,7 +240,7 @@ wheel: env ## a wheel for this Python, CPU only, in build/wheel; auditwheel tell
 	    PATH="$(dir $(PYTHON)):$$PATH" $(PYTHON) -m auditwheel repair -w build/wheel build/wheel-raw/*.whl; fi
 	@ls -l build/wheel
 
-docs: ## the documentation as a site, in build/site; every link is checked (pip install '.[docs]')
+docs: env-docs ## the documentation as a site, in build/site; every link is checked
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
 	@echo "build/site/index.html"
 
@@ -250,7 +265,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers sass gpu-check gpu-rehearsal ptx-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
+.PHONY: all ext commands env env-build env-docs venv-make venv-docs venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers sass gpu-check gpu-rehearsal ptx-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 # Else make removes them, as nothing names them. All files would be too many: beside FORCE make takes a secondary one that
 # is there for stale.

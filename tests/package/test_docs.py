@@ -52,6 +52,32 @@ def test_make_targets_that_a_page_names_exist(page: Path) -> None:
         assert target in targets, target
 
 
+def test_the_page_about_codecs_names_the_functions_of_the_contract_and_their_number() -> None:
+    contract = re.search(r"^typedef struct sid_codec \{$(.*?)^\} sid_codec;$",
+                         (ROOT / "csrc" / "codec.h").read_text(), re.M | re.S)  # fmt: skip
+    page = (ROOT / "docs" / "adding-a-codec.md").read_text()
+    said = re.search(r"a description of itself, (\w+) functions, and (\w+) more", page)
+    assert contract is not None and said is not None
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| [^|]+ \| (optional|for codecs|are not)?", page, re.M)
+    named = {name: kind for names, kind in rows for name in re.findall(r"\w+", names) if kind != "are not"}
+    functions = set(re.findall(r"\(\*(\w+)\)\(", contract[1]))
+    assert functions == {name for name in named if name in functions} == named.keys()
+    always = sum(not kind for kind in named.values())
+    assert [WORDS[always], WORDS[len(named) - always]] == list(said.groups())
+
+
+WORDS = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def test_contributing_says_which_share_of_the_tests_ci_runs() -> None:
+    share = re.search(
+        r"^SHARE=(\d+) TURN=\$\(\(commits % (\d+)\)\)", (ROOT / ".ci" / "run").read_text(), re.M
+    )
+    assert share is not None and share[1] == share[2]
+    said = f"(`SHARE={share[1]} TURN=0` to {int(share[1]) - 1})"
+    assert said in (ROOT / "CONTRIBUTING.md").read_text()
+
+
 def strings(tree: ast.AST) -> list[str]:
     """String constants of Python code, with <> for what is filled in."""
     out = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import subprocess
 import sys
 import tarfile
@@ -203,6 +204,45 @@ def test_a_build_that_goes_on_compiles_what_is_missing_and_counts_it(tmp_path: P
     assert len(counted) == len(objects[::2])
     assert sorted(compiled("ext")) == sorted(counted)
     assert compiled("ext") == []
+
+
+def stand_in(path: Path, *cases: str) -> None:
+    """A program that says what it is asked for. cases: of the shell's case, about all words."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\ncase "$*" in {" ".join(cases)} esac\necho "{path.name} $*"\n')
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("lacks", ["matplotlib", "sklearn", "torch", "hypothesis", "pybind11", "setuptools"])
+def test_a_build_needs_only_what_it_uses(lacks: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    stand_in(python, f"*find_spec*{lacks}*) echo {lacks}; exit 1;;")
+    for goals, needed in ((["all"], False), (["train"], True), (["test", "TESTS=tests/ddp"], True)):
+        make = ["make", "-C", str(ROOT), f"PYTHON={python}", *goals]
+        done = subprocess.run(make, capture_output=True, text=True)
+        if needed or lacks in ("pybind11", "setuptools"):
+            assert done.returncode != 0 and f"{python} lacks: {lacks}" in done.stdout, goals
+        else:
+            assert done.returncode == 0 and "python setup.py -q build_ext" in done.stdout, done.stderr
+
+
+def test_the_site_is_made_in_a_clone_without_anything(tmp_path: Path) -> None:
+    """Its tools, and neither torch nor the extension, come into a new .venv."""
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    stand_in(tmp_path / "venv" / "pip")
+    stand_in(tmp_path / "venv" / "python", "*find_spec*) exit 1;;")
+    made = "mkdir .venv && cp -r venv .venv/bin"
+    stand_in(tmp_path / "bin" / "python3", "*find_spec*) exit 1;;", f'"-m venv .venv") {made};;')
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    environment = {k: v for k, v in environment.items() if k not in ("MAKEFLAGS", "PYTHON")}
+    done = subprocess.run(
+        ["make", "-C", str(tmp_path), "docs"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (install,) = re.findall(r"^pip install (.*)", done.stdout, re.M)
+    assert re.search(r"mkdocs==\S+ mkdocs-material==\S+ mkdocstrings==\S+", install), install
+    assert "torch" not in install and "python -m mkdocs build" in done.stdout
 
 
 def test_an_old_setuptools_builds_in_place_only(monkeypatch: pytest.MonkeyPatch) -> None:
