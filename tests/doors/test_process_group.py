@@ -599,7 +599,7 @@ def environment(text: str) -> str:
 
     import sidcomp.integrations.process_group as door
 
-    os.environ[door.VARIABLE] = text
+    os.environ["SIDCOMP"] = text
     return door.BACKEND
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import sidcomp
-import sidcomp.integrations.process_group as door
 import torch
 import torch.distributed as dist
 from harness import run
+from sidcomp.integrations.backend_configuration import current
+from sidcomp.integrations.works import Decoding
 from test_fsdp import alike, backward, flat, sharded
 from test_process_group import both_places, compressing, group
 from torch import nn
@@ -126,10 +127,10 @@ class Scatters(torch.autograd.Function):
             ctx.out.append(torch.empty(len(x) // dist.get_world_size(), dtype=x.dtype))
             works.append(dist.reduce_scatter_tensor(ctx.out[-1], x, op=op, async_op=True))
         for i, work in enumerate(works):
-            if i == 0 and isinstance(work, door._Decoding):  # Gloo's own has no future
+            if i == 0 and isinstance(work, Decoding):  # Gloo's own has no future
                 assert torch.equal(work.get_future().wait()[0], ctx.out[0])
             work.wait()
-            if isinstance(work, door._Decoding):
+            if isinstance(work, Decoding):
                 assert work.is_completed() and work.is_success() and work.exception() is None
         return grad, None, None, None
 
@@ -412,8 +413,8 @@ def test_a_wrong_configuration_is_found_at_once(wrong: dict[str, Any], said: str
 
 def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "topk:density=0.05,reduce_scatter=topk:density=0.1+memory=residual,all_gather=fp8"
-    monkeypatch.setenv(door.VARIABLE, text)
-    found = door._current()
+    monkeypatch.setenv("SIDCOMP", text)
+    found = current()
     assert found.reduce_scatter == ("topk", "residual", {"density": 0.1}, 0, ())
     assert found.all_gather is not None and found.all_gather.codec == "fp8"
     assert found.codec == "topk" and found.arguments == {"density": 0.05} and found.groups is None

@@ -18,262 +18,38 @@ gathers of parameters for forward and backward passes are rounded; FSDP2 itself 
 (parameter_groups.py).
 """
 
-import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from enum import IntEnum
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sidcomp import notices
 from sidcomp.config import accuracy as accuracy_of
-from sidcomp.config import specification
-from sidcomp.config.grouping import UNITS
-from sidcomp.config.kinds import is_list
-from sidcomp.config.policy import by_size, check_rule, fits
-from sidcomp.config.registry import find_codec
-from sidcomp.errors import ArgumentError, ParameterError, SetupError, UnsupportedError
+from sidcomp.errors import ArgumentError, UnsupportedError
 from sidcomp.integrations import parameter_groups
-from sidcomp.integrations.all_gather import AllGather, for_parameters
+from sidcomp.integrations.all_gather import AllGather
+from sidcomp.integrations.backend_configuration import (
+    BACKEND,
+    REPLICAS,
+    SHARDS,
+    Configuration,
+    configuration_of,
+    configure,
+    current,
+)
+from sidcomp.integrations.recognition import Call, Door, Likeness, Place, Program
 from sidcomp.integrations.reduce_scatter import ReduceScatter
+from sidcomp.integrations.works import Decoding, Reducing
 from sidcomp.runtime.block import DTYPES
-from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.optimizer_watch import Unfollowed
-from sidcomp.state import State
 
-BACKEND = "sidcomp"
-VARIABLE = "SIDCOMP"
-# Names of the mesh dimensions over which PyTorch, torchtitan and others average gradients.
-REPLICAS = ("replicate", "dp_replicate", "ddp", "dp", "data_parallel")
-# And of those over which they shard a model; the last one is FSDP2's own name for a second group.
-SHARDS = ("shard", "dp_shard", "dp_shard_cp", "fsdp", "fsdp_reduce_scatter")
+__all__ = ["BACKEND", "ProcessGroup", "configure", "process_group"]
 
 _MEMORY = 16  # passes for which a list of calls is remembered without having come again
 _PATIENCE = 20  # passes without two that are equal, after which a line says that nothing is compressed
-
-
-class Coding(NamedTuple):
-    """How reduce-scatters, or all-gathers, are compressed. exclude: rules for parameters gathered as they
-    are."""
-
-    codec: str
-    memory: str
-    parameters: dict[str, Any]
-    seed: int
-    exclude: tuple[str | int, ...]
-
-    @property
-    def lossless(self) -> bool:
-        """There is nothing to compress."""
-        codec = find_codec(self.codec)
-        return codec.lossless and codec.linear
-
-    def scatter(self, number: int) -> ReduceScatter:
-        return ReduceScatter(self.codec, self.memory, self.parameters, self.seed, number)
-
-    def gather(self, group: Any, number: int) -> AllGather:
-        """group: one of FSDP2's parameter groups."""
-        shapes = {str(i): tuple(p._orig_size) for i, p in enumerate(group.fsdp_params)}
-        exact = {name for rule in self.exclude for name in fits(rule, shapes, {}, "exclude")}
-        encoded = [name not in exact for name in shapes]
-        return for_parameters(group.fsdp_params, encoded, self.codec, self.parameters, self.seed, number)
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """codec: None for State's default, or "off"; arguments: of State; groups: names of mesh dimensions whose
-    groups compress, None for the usual ones; min_bytes: smaller tensors pass uncompressed."""
-
-    codec: str | None
-    arguments: dict[str, Any]
-    groups: tuple[str, ...] | None
-    min_bytes: int
-    reduce_scatter: Coding | None = None
-    all_gather: Coding | None = None
-
-    def state(self, process_group: dist.ProcessGroup | None = None) -> State:
-        made = State(self.codec, process_group=process_group, **self.arguments)
-        made._finalizer.detach()  # the process group says itself what becomes of it
-        made._engine.announced = True
-        return made
-
-    def costs(self) -> accuracy_of.Measured | None:
-        """The codec, if nobody named it and it costs more beside Adam than the accuracy that was asked for
-        allows."""
-        if self.codec == "off":
-            return None
-        own = self.state().settings
-        return accuracy_of.costly(own.accuracy, own.auto) if own.free else None
-
-
-_configured: Configuration | None = None
-
-
-def configure(
-    codec: str | None = None,
-    *,
-    groups: str | Iterable[str] | None = None,
-    min_bytes: int = 64 * 2**10,
-    reduce_scatter: str | None = None,
-    all_gather: str | None = None,
-    **arguments: Any,
-) -> None:
-    """Chooses what the backend "sidcomp" compresses, and how. Call it before init_process_group: it holds for
-    process groups that are made from here on, and takes precedence over the environment variable SIDCOMP.
-
-        sidcomp.configure("topk", density=0.05)
-        torch.distributed.init_process_group("cpu:sidcomp,cuda:sidcomp")
-
-    codec, arguments    those of `State`; codec="off" compresses nothing. Each all-reduce is encoded for
-                        itself, so the codec "auto", which plans groups, is refused. Tensors are flat and have
-                        no parameter names, so rules in `exclude` and `policy` are about sizes only
-    groups              the names of the process groups that compress: a mesh dimension's name, or a group's
-                        `group_desc`. The default group always does. [None] "replicate", "dp_replicate",
-                        "ddp", "dp" and "data_parallel"; reduce-scatters and all-gathers also on "shard",
-                        "dp_shard", "dp_shard_cp", "fsdp" and "fsdp_reduce_scatter". (This is not `groups` of
-                        a State.)
-    min_bytes           [65536] smaller tensors pass uncompressed: of a reduce-scatter the input, of an
-                        all-gather the output
-    reduce_scatter      [None] a codec for reduce-scatters of gradients, such as "int8", or with parameters,
-                        "topk:density=0.1,memory=residual". Without memory= it keeps no residual, because one
-                        takes 4 bytes for each element of the whole model on every rank
-    all_gather          [None] a dense or quantized codec for FSDP2's all-gathers of parameters in forward and
-                        backward passes, such as "int8" or "int8:exclude=1-D"
-
-    Both are for tensors on the CPU so far, and all_gather needs PyTorch 2.13.
-
-    Raises ArgumentError or ParameterError, which say what to change.
-    """
-    global _configured
-    given: Any = (groups,) if isinstance(groups, str) else groups
-    names = tuple(given) if is_list(given) else None
-    if given is not None and (names is None or not all(isinstance(name, str) for name in names)):
-        raise ArgumentError(f"groups={groups!r}: give a list of names of process groups, such as ['dp']")
-    _configured = _configuration(codec, names, min_bytes, arguments, reduce_scatter, all_gather)
-
-
-def _configuration(
-    codec: str | None,
-    groups: tuple[str, ...] | None,
-    min_bytes: int,
-    arguments: dict[str, Any],
-    reduce_scatter: str | None,
-    all_gather: str | None,
-) -> Configuration:
-    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
-        raise ArgumentError(f"min_bytes={min_bytes!r}: give a number of bytes, at least 0")
-    if "process_group" in arguments:
-        raise ArgumentError("process_group: the backend compresses on the group that it is; leave it out")
-    chosen = Configuration(
-        codec,
-        arguments,
-        groups,
-        min_bytes,
-        _coding("reduce_scatter", reduce_scatter),
-        _coding("all_gather", all_gather),
-    )
-    if codec == "off" and (chosen.reduce_scatter or chosen.all_gather):
-        raise ArgumentError(
-            "codec 'off' compresses nothing: leave reduce_scatter and all_gather out, or take the codec "
-            "'none', which leaves all-reduces as they are"
-        )
-    if codec != "off":
-        settings = chosen.state().settings  # raises here, not in backward(), what is wrong with it
-        if settings.planned or settings.groups not in ("bucket", "layer"):
-            raise ArgumentError(
-                f"the backend {BACKEND!r} encodes each all-reduce for itself, because its caller may wait "
-                f"for it before the next one, so it cannot have groups={settings.groups!r}: name a codec and "
-                "leave groups out, or use sidcomp.register (DDP) or sidcomp.fsdp.compress (FSDP2 and HSDP), "
-                "which plan groups"
-            )
-        if settings.clip_gradient:
-            raise ArgumentError(
-                f"the backend {BACKEND!r} sees one all-reduce after the other, not a model's gradient: leave "
-                "clip_gradient out, and use torch.nn.utils.clip_grad_norm_"
-            )
-        rules = [*settings.policy.exclude, *(rule for rule, _ in settings.policy.rules)]
-        if not all(map(by_size, rules)):
-            raise ArgumentError(
-                f"the backend {BACKEND!r} sees flat tensors, without the names and the shapes that the rule "
-                f"{next(r for r in rules if not by_size(r))!r} of exclude= or policy= asks for: give sizes, "
-                "such as '<128KB', or use sidcomp.register (DDP) or sidcomp.fsdp.compress (FSDP2 and HSDP)"
-            )
-    return chosen
-
-
-def _coding(what: str, text: Any) -> Coding | None:
-    """Reads reduce_scatter= or all_gather=; in a text that itself has commas, + stands for them."""
-    if text in (None, "off"):
-        return None
-    try:
-        if not isinstance(text, str):
-            raise ArgumentError("give a text: a codec, and its parameters after a colon")
-        codec, arguments = specification.parse(text.replace("+", ","))
-        if codec is None:
-            raise ArgumentError("name a codec")
-        memory = arguments.pop("memory", None) or "none"
-        seed = arguments.pop("seed", 0)
-        exclude: tuple[Any, ...] = ()
-        if what == "all_gather":
-            if memory != "none":
-                raise ArgumentError("parameters have no memory: leave memory= out")
-            memory, exclude = "none", _exclude(arguments.pop("exclude", None))
-            parameter_groups.check()
-            AllGather(codec, arguments, seed, 0, [], int)
-        else:
-            ReduceScatter(codec, memory, arguments, seed, 0)
-            traits = find_codec(codec).traits
-            if memory == "none" and "sparse" in traits and "unbiased" not in traits:
-                raise ArgumentError(
-                    f"without a memory, what {codec!r} does not send is lost: add memory=residual, which "
-                    "takes 4 bytes for each element of the whole model on every rank"
-                )
-    except (ArgumentError, ParameterError, UnsupportedError) as e:
-        raise type(e)(f"{what}={text!r}: {e}") from e
-    return Coding(codec, memory, arguments, seed, exclude)
-
-
-def _exclude(rule: Any) -> tuple[Any, ...]:
-    if rule is None:
-        return ()
-    check_rule(rule, "exclude")
-    if rule != "1-D" and not by_size(rule):
-        raise ArgumentError(
-            f"exclude={rule!r}: the backend knows sizes and shapes of parameters, not names: give '1-D' or "
-            "a size, such as '<128KB', or use sidcomp.fsdp.compress_all_gather"
-        )
-    return (rule,)
-
-
-def _current() -> Configuration:
-    if _configured is not None:
-        return _configured
-    text = os.environ.get(VARIABLE, "")
-    try:
-        codec, arguments = specification.parse(text)
-        groups = tuple(str(arguments.pop("only")).split("+")) if "only" in arguments else None
-        min_bytes = _bytes(arguments.pop("min_bytes", "64KB"))
-        others = [arguments.pop(name, None) for name in ("reduce_scatter", "all_gather")]
-        return _configuration(codec, groups, min_bytes, arguments, *others)
-    except (ArgumentError, ParameterError) as e:
-        raise type(e)(f"environment variable {VARIABLE}={text!r}: {e}") from e
-
-
-def _bytes(value: Any) -> Any:
-    """A number of bytes, or a text such as 64KB."""
-    text = str(value)
-    for unit in sorted(UNITS, key=len, reverse=True):
-        if text.endswith(unit) and text[: -len(unit)].isdigit():
-            return int(text[: -len(unit)]) * UNITS[unit]
-    return value
 
 
 class _Watch:
@@ -318,253 +94,6 @@ def _trained() -> list[int]:
 _node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
-class Call(NamedTuple):
-    """What an all-reduce or reduce-scatter of one place in the program has in common from step to step.
-
-    owner: the number of FSDP2's parameter group; -1 if it is not FSDP2's.
-    """
-
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-    average: bool
-    scatters: bool = False
-    owner: int = -1
-
-
-class Place(NamedTuple):
-    """Where the tensor of a call was. storage: does not keep it alive."""
-
-    address: int
-    storage: StorageWeakRef
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Place":
-        return cls(tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
-
-    @property
-    def freed(self) -> bool:
-        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it is this tensor's storage: that very one, and not another one at the same address."""
-        return self.address == tensor.data_ptr() and not self.freed
-
-
-class Likeness(IntEnum):
-    """How the tensors of a backward pass compare with those of an earlier one that had the same calls."""
-
-    OTHER = 0  # an earlier one still exists somewhere else: the pass is another model's
-    MOVED = 1  # earlier ones have been freed
-    SAME = 2
-
-
-class Program:
-    """The all-reduces and reduce-scatters of one kind of backward pass, in order, and what compresses them: a
-    State the all-reduces, and an object each the reduce-scatters. known: it compresses.
-
-    fixed: its tensors stay where they are, as DDP's buckets do, and so tell its passes from those of other
-    models. Otherwise only order and size do. All ranks agree on it.
-    """
-
-    def __init__(self, calls: list[Call], places: list[Place], last: int) -> None:
-        self.calls, self.places = calls, places
-        self.last = last  # the number of the last pass that had these calls, until they have a State
-        self.fixed = self.known = False
-        self.state: State | None = None
-        self.buckets: dict[int, int] = {}  # of the calls that are all-reduces
-        self.scatters: dict[int, ReduceScatter] = {}  # by the number of the call
-        self.steps = 0
-        self.holds = False  # the engine still holds the tensors of the last pass
-
-    def learn(self, configuration: Configuration, group: "ProcessGroup", number: int) -> int:
-        """Makes what compresses it. number: for the next reduce-scatter. Returns the one after."""
-        self.known = True
-        for i, call in enumerate(self.calls):
-            if call.scatters:
-                assert configuration.reduce_scatter is not None
-                self.scatters[i] = configuration.reduce_scatter.scatter(number)
-                number += 1
-            else:
-                self.buckets[i] = len(self.buckets)
-        if self.buckets:
-            self.state = configuration.state(group)
-            self.state._attach(_Door(group, self, self.state._engine), {})
-        return number
-
-    @property
-    def word(self) -> str:
-        """What its calls are called together."""
-        return "calls" if self.scatters else "all-reduces"
-
-    def likeness(self, places: Sequence[Place]) -> Likeness:
-        each = [
-            Likeness.MOVED if old.freed else Likeness.SAME if old.address == new.address else Likeness.OTHER
-            for old, new in zip(self.places, places, strict=True)
-        ]
-        return min(each)
-
-    def fits(self, index: int, call: Call, tensor: torch.Tensor) -> bool:
-        """Whether this may be its call number `index`. The same on all ranks."""
-        if index >= len(self.calls) or self.calls[index] != call:
-            return False
-        return not self.fixed or self.places[index].holds(tensor)
-
-
-class _Door:
-    """Shows the engine one program's calls as buckets."""
-
-    def __init__(self, group: "ProcessGroup", program: Program, engine: Engine) -> None:
-        self.group, self.program, self.engine = group, program, engine
-        self.calls = [program.calls[i] for i in program.buckets]
-        self.names = [f"call{i}:{program.calls[i].numel}" for i in program.buckets]
-        shapes: dict[str, tuple[int, ...]] = {
-            name: (call.numel,) for name, call in zip(self.names, self.calls, strict=True)
-        }
-        self.model = Model(group, shapes, {})
-
-    open = True
-
-    def reset(self, error: Exception) -> None: ...
-
-    def before_forward(self, function: Any) -> Any:
-        raise SetupError(
-            "a process group knows no parameters and no optimizer, so follow() cannot serve it: use "
-            "sidcomp.register or sidcomp.fsdp.compress, or call update_scale() after each scaler.update()"
-        )
-
-    def form(self) -> None:
-        buckets = []
-        for name, call in zip(self.names, self.calls, strict=True):
-            # Only the size counts here; `ready` replaces the buffer.
-            like = torch.empty(1, dtype=call.dtype, device=call.device).expand(call.numel)
-            buckets.append(Bucket([name], [(call.numel,)], like))
-        self.engine.form(self.model, buckets)
-
-
-class _Work(dist._Work):  # type: ignore[misc,name-defined]
-    """The Work of a compressed all-reduce. Its future's value is a list with the tensor, as torch's is."""
-
-    def __init__(
-        self, future: "torch.futures.Future[torch.Tensor]", tensor: torch.Tensor, device: bool
-    ) -> None:
-        super().__init__()
-        self._future, self._tensor, self._device = future, tensor, device
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        seconds = timeout.total_seconds()
-        if seconds > 0 and not self._device and not self._future.done():
-            done = threading.Event()
-            self._future.add_done_callback(lambda _: done.set())
-            if not done.wait(seconds):
-                raise RuntimeError(
-                    f"the compressed all-reduce timed out after {seconds:g} s: a rank has not called it, or "
-                    "hangs"
-                )
-        self._future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def is_success(self) -> bool:
-        return self._future.done() and self.exception() is None
-
-    def exception(self) -> Any:
-        if self._future.done():
-            try:
-                self._future.value()
-            except Exception as e:
-                return e
-        return None
-
-    def synchronize(self) -> None:
-        self._future.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return [self._tensor]
-
-    def source_rank(self) -> int:
-        raise RuntimeError("source_rank() is for receives, and this is an all-reduce")
-
-    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
-        tensor = self._tensor
-
-        def value(future: "torch.futures.Future[torch.Tensor]") -> list[torch.Tensor]:
-            future.value()  # raises its error
-            return [tensor]
-
-        return self._future.then(value)
-
-
-class _Decoding(dist._Work):  # type: ignore[misc,name-defined]
-    """The Work of a compressed reduce-scatter or all-gather on the CPU: whoever waits for it decodes."""
-
-    def __init__(self, exchange: dist.Work, decode: Callable[[], None], result: torch.Tensor) -> None:
-        super().__init__()
-        self._exchange, self._result = exchange, result
-        self._decode: Callable[[], None] | None = decode
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-
-    def _end(self) -> None:
-        with self._lock:
-            if self._decode is not None:
-                decode, self._decode = self._decode, None
-                try:
-                    decode()
-                except Exception as e:
-                    self._error = e
-            if self._error is not None:
-                raise self._error
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if timeout > timedelta(0):
-            self._exchange.wait(timeout)
-        else:
-            self._exchange.wait()
-        self._end()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._decode is None or self._exchange.is_completed()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> Any:
-        if self.is_completed():
-            try:
-                self.wait()
-            except Exception as e:
-                return e
-        return None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return [self._result]
-
-    def source_rank(self) -> int:
-        raise RuntimeError("source_rank() is for receives")
-
-    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
-        def value(future: "torch.futures.Future[Any]") -> list[torch.Tensor]:
-            future.value()  # raises its error
-            self._end()
-            return [self._result]
-
-        try:
-            exchanged = self._exchange.get_future()
-        except RuntimeError:  # Gloo's all-to-all has none
-            self.wait()
-            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-            done.set_result([self._result])
-            return done
-        return exchanged.then(value)
-
-
 class ProcessGroup(dist.ProcessGroup):
     """The process group of the backend "sidcomp". It holds an inner one, which does everything else.
 
@@ -586,7 +115,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._gathered = self._scattered = 0  # numbers of the next ones
         scatters = configuration.reduce_scatter
         self._lossless = scatters is not None and scatters.lossless
-        self._works: dict[ReduceScatter, _Decoding] = {}  # reduce-scatters that nobody has waited for
+        self._works: dict[ReduceScatter, Decoding] = {}  # reduce-scatters that nobody has waited for
         self._told: set[str] = set()
         # Of Adam, beside a codec that nobody named: the ids of parameters whose gradients were compressed.
         self._costs = configuration.costs()
@@ -721,7 +250,7 @@ class ProcessGroup(dist.ProcessGroup):
         if program is None:
             return None
         if not fits:
-            self._stop(f"call {index} of a backward pass is {_describe(call)}, not the one of earlier passes")
+            self._stop(f"call {index} of a backward pass is {call}, not the one of earlier passes")
             return None
         return program, index
 
@@ -737,7 +266,7 @@ class ProcessGroup(dist.ProcessGroup):
             program.state._open()
             if engine.layout is None:
                 door = program.state._door
-                assert isinstance(door, _Door)
+                assert isinstance(door, Door)
                 door.form()
                 self._announce(program)
             flat = tensor.detach().view(-1)
@@ -752,7 +281,7 @@ class ProcessGroup(dist.ProcessGroup):
             engine.abandon(e)
             self._active = None
             raise
-        return _Work(future, tensor, call.device.type != "cpu")
+        return Reducing(future, tensor, call.device.type != "cpu")
 
     # ---- reduce-scatter
     # ------------------------------------------------------------------------------------------------
@@ -805,7 +334,7 @@ class ProcessGroup(dist.ProcessGroup):
             self._works.pop(one, None)
             one.decode(output, average)
 
-        self._works[one] = work = _Decoding(exchange, decode, output)
+        self._works[one] = work = Decoding(exchange, decode, output)
         return work
 
     def _on_cpu(self, x: torch.Tensor, what: str) -> None:
@@ -859,7 +388,7 @@ class ProcessGroup(dist.ProcessGroup):
         received, sent = one.encode(x, self.rank(), self.size())
         exchange = getattr(self.inner, _GATHER)(received, sent)
         known.rounded = True
-        return _Decoding(exchange, lambda: one.decode(output, received), output)
+        return Decoding(exchange, lambda: one.decode(output, received), output)
 
     # ---- backward passes
     # ------------------------------------------------------------------------------------------------
@@ -1088,15 +617,6 @@ for _name in ("_allgather_base", "all_gather_single"):
         setattr(ProcessGroup, _name, _tried(_name, ProcessGroup._gather))
 
 
-def _describe(call: Call) -> str:
-    what = f"{'an average' if call.average else 'a sum'} of {call.numel} x {str(call.dtype)[6:]}"
-    return f"a reduce-scatter, {what}" if call.scatters else what
-
-
-# ---- making one
-# ----------------------------------------------------------------------------------------------------
-
-
 def _make(options: Any, _backend_options: Any) -> ProcessGroup:
     """What torch calls to make a process group of this backend."""
     global _watch
@@ -1106,7 +626,7 @@ def _make(options: Any, _backend_options: Any) -> ProcessGroup:
     if _given is not None:
         given, configuration = _given
         return ProcessGroup(given, str(dist.get_backend_config(given)), configuration, rank, size)
-    configuration = _current()
+    configuration = current()
     inner = dist.ProcessGroup(options.store, rank, size)
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", options.store), rank, size, options.timeout)
     gloo._set_sequence_number_for_group()
@@ -1151,7 +671,7 @@ def process_group(
     global _given
     if not isinstance(inner, dist.ProcessGroup):
         raise ArgumentError(f"inner={inner!r}: give a process group of which this rank is a member")
-    configuration = _configuration(codec, (), min_bytes, arguments, reduce_scatter, all_gather)
+    configuration = configuration_of(codec, (), min_bytes, arguments, reduce_scatter, all_gather)
     _given = inner, configuration
     try:
         made = dist.new_group(

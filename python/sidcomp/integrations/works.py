@@ -1,0 +1,132 @@
+"""The Works of compressed collectives: what the caller of an all-reduce or a reduce-scatter waits for."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Reducing(dist._Work):  # type: ignore[misc,name-defined]
+    """The Work of a compressed all-reduce. Its future's value is a list with the tensor, as torch's is."""
+
+    def __init__(
+        self, future: "torch.futures.Future[torch.Tensor]", tensor: torch.Tensor, device: bool
+    ) -> None:
+        super().__init__()
+        self._future, self._tensor, self._device = future, tensor, device
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        seconds = timeout.total_seconds()
+        if seconds > 0 and not self._device and not self._future.done():
+            done = threading.Event()
+            self._future.add_done_callback(lambda _: done.set())
+            if not done.wait(seconds):
+                raise RuntimeError(
+                    f"the compressed all-reduce timed out after {seconds:g} s: a rank has not called it, or "
+                    "hangs"
+                )
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        return self._future.done() and self.exception() is None
+
+    def exception(self) -> Any:
+        if self._future.done():
+            try:
+                self._future.value()
+            except Exception as e:
+                return e
+        return None
+
+    def synchronize(self) -> None:
+        self._future.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return [self._tensor]
+
+    def source_rank(self) -> int:
+        raise RuntimeError("source_rank() is for receives, and this is an all-reduce")
+
+    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
+        tensor = self._tensor
+
+        def value(future: "torch.futures.Future[torch.Tensor]") -> list[torch.Tensor]:
+            future.value()  # raises its error
+            return [tensor]
+
+        return self._future.then(value)
+
+
+class Decoding(dist._Work):  # type: ignore[misc,name-defined]
+    """The Work of a compressed reduce-scatter or all-gather on the CPU: whoever waits for it decodes."""
+
+    def __init__(self, exchange: dist.Work, decode: Callable[[], None], result: torch.Tensor) -> None:
+        super().__init__()
+        self._exchange, self._result = exchange, result
+        self._decode: Callable[[], None] | None = decode
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._decode is not None:
+                decode, self._decode = self._decode, None
+                try:
+                    decode()
+                except Exception as e:
+                    self._error = e
+            if self._error is not None:
+                raise self._error
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if timeout > timedelta(0):
+            self._exchange.wait(timeout)
+        else:
+            self._exchange.wait()
+        self._end()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._decode is None or self._exchange.is_completed()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        if self.is_completed():
+            try:
+                self.wait()
+            except Exception as e:
+                return e
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return [self._result]
+
+    def source_rank(self) -> int:
+        raise RuntimeError("source_rank() is for receives")
+
+    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
+        def value(future: "torch.futures.Future[Any]") -> list[torch.Tensor]:
+            future.value()  # raises its error
+            self._end()
+            return [self._result]
+
+        try:
+            exchanged = self._exchange.get_future()
+        except RuntimeError:  # Gloo's all-to-all has none
+            self.wait()
+            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            done.set_result([self._result])
+            return done
+        return exchanged.then(value)
