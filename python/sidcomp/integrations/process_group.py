@@ -40,16 +40,13 @@ from sidcomp.integrations.backend_configuration import (
     configure,
     current,
 )
-from sidcomp.integrations.recognition import Call, Door, Likeness, Place, Program
+from sidcomp.integrations.recognition import PATIENCE, Call, Door, Passes, Program
 from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.integrations.works import Decoding, Reducing
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.optimizer_watch import Unfollowed
 
 __all__ = ["BACKEND", "ProcessGroup", "configure", "process_group"]
-
-_MEMORY = 16  # passes for which a list of calls is remembered without having come again
-_PATIENCE = 20  # passes without two that are equal, after which a line says that nothing is compressed
 
 
 class _Watch:
@@ -69,10 +66,10 @@ class _Watch:
             self._task = task
             self._passes += 1
         self._why.add(why)
-        if self._passes > _PATIENCE:
+        if self._passes > PATIENCE:
             self.over = True
             notices.warn(
-                f'the backend "{BACKEND}" has compressed nothing in {_PATIENCE} backward passes: '
+                f'the backend "{BACKEND}" has compressed nothing in {PATIENCE} backward passes: '
                 + "; ".join(sorted(self._why)),
                 group.rank(),
             )
@@ -106,7 +103,6 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.inner, self.inner_config, self.configuration = inner, inner_config, configuration
         self._name = ""
-        self.programs: list[Program] = []
         # Whether this group compresses all-reduces, and what shards do; not known before it has its name.
         self._compresses: bool | None = None
         self._compresses_shards: bool | None = None
@@ -121,11 +117,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._costs = configuration.costs()
         self._trained: set[int] = set()
         self._unfollowed: Unfollowed | None = None
-        self._active: Program | None = None  # what the backward pass in progress has been so far
-        self._stopped = False  # the pass in progress is no longer the active program's
-        self._clear()
+        self._passes = Passes(self._learn, self._least, self._warn)
         self._task = -1  # autograd's number of the backward pass in progress
-        self._passes = 0  # backward passes that were watched in vain
         if configuration.reduce_scatter or configuration.all_gather or self._costs:
             parameter_groups.watch()
         for name in ("cpu", "cuda"):
@@ -231,29 +224,6 @@ class ProcessGroup(dist.ProcessGroup):
             )
         return chosen
 
-    def _note(self, call: Call, tensor: torch.Tensor) -> tuple[Program, int] | None:
-        """Counts a call of the backward pass in progress. Returns the program whose call it is, and the
-        call's number, if it is to be compressed."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._end()  # a backward pass that failed has not said that it ended
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        index = len(self._calls)
-        if index == 0:
-            self._let_go(wait=True)
-            self._active = self._choose(call, tensor)
-        program = self._active
-        fits = program is not None and program.fits(index, call, tensor)
-        self._calls.append(call)
-        self._places.append(Place.of(tensor))
-        if program is None:
-            return None
-        if not fits:
-            self._stop(f"call {index} of a backward pass is {call}, not the one of earlier passes")
-            return None
-        return program, index
-
     def _reduce(self, call: Call, tensor: torch.Tensor) -> dist.Work | None:
         """Compresses the call, or returns None."""
         noted = self._note(call, tensor)
@@ -279,7 +249,7 @@ class ProcessGroup(dist.ProcessGroup):
         except Exception as e:
             engine.report(e)
             engine.abandon(e)
-            self._active = None
+            self._passes.give_up()
             raise
         return Reducing(future, tensor, call.device.type != "cpu")
 
@@ -327,7 +297,7 @@ class ProcessGroup(dist.ProcessGroup):
             received, sent = one.encode(x, output.numel(), self.rank(), self.size())
             exchange = self.inner.alltoall_base(received, sent, [], [])
         except Exception:
-            self._active = None
+            self._passes.give_up()
             raise
 
         def decode() -> None:
@@ -393,107 +363,41 @@ class ProcessGroup(dist.ProcessGroup):
     # ---- backward passes
     # ------------------------------------------------------------------------------------------------
 
-    def _clear(self) -> None:
-        self._calls: list[Call] = []
-        self._places: list[Place] = []
-        self._active = None
+    @property
+    def programs(self) -> list[Program]:
+        """The lists of calls that backward passes have had."""
+        return self._passes.programs
 
-    def _choose(self, call: Call, tensor: torch.Tensor) -> Program | None:
-        """Returns the only known program that begins with this call. All ranks must choose the same one, so
-        nothing counts here that is not the same on all, such as whether a tensor has been freed already."""
-        found = [p for p in self.programs if p.fits(0, call, tensor)]
-        possible = [p for p in found if p.fixed] or found
-        if len(possible) > 1 and any(p.known for p in possible):
-            self._warn(
-                "ambiguous",
-                "cannot tell which of several backward passes has begun, and sends it uncompressed: give "
-                "each model a process group of its own",
-            )
-        return possible[0] if len(possible) == 1 and possible[0].known else None
-
-    def _let_go(self, wait: bool = False) -> None:
-        """Drops the tensors of the last pass, which tell by being freed that their calls have others now."""
-        for p in self.programs:
-            if p.state is not None and p.holds:
-                engine = p.state._engine
-                if wait:
-                    engine.quiet()
-                if engine.current.over and not (engine.on_device and not wait):
-                    engine.let_go()
-                    p.holds = False
-
-    def _stop(self, why: str) -> None:
-        """Ends the use of the active program in this backward pass."""
-        program, self._active = self._active, None
-        assert program is not None
-        if program.state is not None:
-            program.state._engine.end_early()
-        self._stopped = True
-        self._warn("different", f"sends the rest of a backward pass uncompressed: {why}")
+    def _note(self, call: Call, tensor: torch.Tensor) -> tuple[Program, int] | None:
+        """Counts a call of the backward pass in progress. Returns the program whose call it is, and the
+        call's number, if it is to be compressed."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._end()  # a backward pass that failed has not said that it ended
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        return self._passes.note(call, tensor)
 
     def _end(self) -> None:
         """A backward pass has ended."""
         if self._unfollowed is not None and self._unfollowed.over:
             self._stop_looking()
-        program, stopped = self._active, self._stopped
-        if program is not None and len(self._calls) < len(program.calls):
-            self._stop(
-                f"it had {len(self._calls)} {program.word}, and earlier passes had {len(program.calls)}"
-            )
-        elif program is not None:
-            program.steps += 1
-            if program.steps == 1 and program.scatters:
-                self._announce_scatters(program)
-        elif self._calls and not stopped:
-            self._learn()
-        self._stopped = False
-        self._clear()
-        self._let_go()
         self._task = -1
+        program = self._passes.end()
+        if program is not None and program.steps == 1 and program.scatters:
+            self._announce_scatters(program)
 
-    def _learn(self) -> None:
-        """Compares a pass that no known program fits with earlier ones. All ranks are here, and agree."""
-        if self._passes >= _PATIENCE and not any(p.known for p in self.programs):
-            return  # it has said that it gives up
-        self._passes += 1
-        self.programs = [p for p in self.programs if p.known or p.last > self._passes - _MEMORY]
-        alike = [p for p in self.programs if p.calls == self._calls and not (p.known and p.fixed)]
-        alike.sort(key=lambda p: not p.known)
-        likeness = self._agreed([p.likeness(self._places) for p in alike], self._calls[0].device)
-        best = max(likeness, default=Likeness.OTHER)
-        if best is Likeness.OTHER:
-            self.programs.append(Program(self._calls, self._places, self._passes))
-        else:
-            self._came_again(alike, likeness, best)
-        if self._passes == _PATIENCE and not any(p.known for p in self.programs):
-            self._warn(
-                "nothing",
-                f"has compressed nothing in {_PATIENCE} backward passes, because no two of them had the same "
-                "all-reduces, and gives up: sidcomp.register or sidcomp.fsdp.compress know the model",
-            )
+    def _learn(self, program: Program) -> None:
+        """Makes what compresses a program."""
+        self._scattered = program.learn(self.configuration, self, self._scattered)
 
-    def _came_again(self, alike: list[Program], likeness: list[Likeness], best: Likeness) -> None:
-        """Learns from a pass that had the calls of earlier ones. alike: their programs, the known ones first;
-        best: the greatest likeness."""
-        found = alike[likeness.index(best)]
-        found.places, found.last, found.fixed = self._places, self._passes, best is Likeness.SAME
-        if not found.known and (found.fixed or not alike[0].known):
-            self._scattered = found.learn(self.configuration, self, self._scattered)
-        # Two programs with the same calls, neither of them fixed, can never be told apart. They are one if no
-        # tensor of either is left: an exchange may let go of a tensor only after the next pass has begun.
-        if not found.fixed:
-            moved = [p for p, like in zip(alike, likeness, strict=True) if like is Likeness.MOVED]
-            self.programs = [p for p in self.programs if p is found or p not in moved]
-
-    def _agreed(self, mine: list[Likeness], device: torch.device) -> list[Likeness]:
-        """The least that any rank says. One rank may have freed a tensor that another one still has."""
-        if not mine:
-            return []
+    def _least(self, mine: list[int], device: torch.device) -> list[int]:
+        """The least that any rank says. All ranks call it."""
         least = torch.tensor(mine, dtype=torch.int32, device=device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         self.inner.allreduce([least], options).wait()
-        return [Likeness(x) for x in least.tolist()]
+        return [int(x) for x in least.tolist()]
 
     # ---- Adam
     # ------------------------------------------------------------------------------------------------

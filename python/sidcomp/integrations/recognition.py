@@ -2,7 +2,7 @@
 nobody tells the backend which one that is. So it learns the lists of calls that backward passes have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.state import State
+
+_MEMORY = 16  # passes for which a list of calls is remembered without having come again
+PATIENCE = 20  # passes without two that are equal, after which a line says that nothing is compressed
 
 
 class Call(NamedTuple):
@@ -144,3 +147,138 @@ class Door:
             like = torch.empty(1, dtype=call.dtype, device=call.device).expand(call.numel)
             buckets.append(Bucket([name], [(call.numel,)], like))
         self.engine.form(self.model, buckets)
+
+
+class Passes:
+    """The lists of calls of a process group's backward passes, and the pass in progress."""
+
+    def __init__(
+        self,
+        learn: Callable[[Program], None],
+        least: Callable[[list[int], torch.device], list[int]],
+        warn: Callable[[str, str], None],
+    ) -> None:
+        """learn: makes what compresses a program. least: the least that any rank says; all ranks call it.
+        warn: takes a topic and a text."""
+        self._learn, self._least, self._warn = learn, least, warn
+        self.programs: list[Program] = []
+        self._active: Program | None = None  # what the pass in progress has been so far
+        self._stopped = False  # the pass in progress is no longer the active program's
+        self._passes = 0  # passes that were watched in vain
+        self._clear()
+
+    def _clear(self) -> None:
+        self._calls: list[Call] = []
+        self._places: list[Place] = []
+        self._active = None
+
+    @property
+    def begun(self) -> int:
+        """The number of calls that the pass in progress has had."""
+        return len(self._calls)
+
+    def note(self, call: Call, tensor: torch.Tensor) -> tuple[Program, int] | None:
+        """Counts a call of the pass in progress. Returns the program whose call it is, and the call's number,
+        if it is to be compressed."""
+        index = self.begun
+        if index == 0:
+            self.let_go(wait=True)
+            self._active = self._choose(call, tensor)
+        program = self._active
+        fits = program is not None and program.fits(index, call, tensor)
+        self._calls.append(call)
+        self._places.append(Place.of(tensor))
+        if program is None:
+            return None
+        if not fits:
+            self._stop(f"call {index} of a backward pass is {call}, not the one of earlier passes")
+            return None
+        return program, index
+
+    def give_up(self) -> None:
+        """An error has ended the use of the active program in this pass."""
+        self._active = None
+
+    def _choose(self, call: Call, tensor: torch.Tensor) -> Program | None:
+        """Returns the only known program that begins with this call. All ranks must choose the same one, so
+        nothing counts here that is not the same on all, such as whether a tensor has been freed already."""
+        found = [p for p in self.programs if p.fits(0, call, tensor)]
+        possible = [p for p in found if p.fixed] or found
+        if len(possible) > 1 and any(p.known for p in possible):
+            self._warn(
+                "ambiguous",
+                "cannot tell which of several backward passes has begun, and sends it uncompressed: give "
+                "each model a process group of its own",
+            )
+        return possible[0] if len(possible) == 1 and possible[0].known else None
+
+    def let_go(self, wait: bool = False) -> None:
+        """Drops the tensors of the last pass, which tell by being freed that their calls have others now."""
+        for p in self.programs:
+            if p.state is not None and p.holds:
+                engine = p.state._engine
+                if wait:
+                    engine.quiet()
+                if engine.current.over and not (engine.on_device and not wait):
+                    engine.let_go()
+                    p.holds = False
+
+    def _stop(self, why: str) -> None:
+        """Ends the use of the active program in this pass."""
+        program, self._active = self._active, None
+        assert program is not None
+        if program.state is not None:
+            program.state._engine.end_early()
+        self._stopped = True
+        self._warn("different", f"sends the rest of a backward pass uncompressed: {why}")
+
+    def end(self) -> Program | None:
+        """A pass has ended. Returns the program that has compressed all of it."""
+        program, stopped = self._active, self._stopped
+        if program is not None and self.begun < len(program.calls):
+            self._stop(f"it had {self.begun} {program.word}, and earlier passes had {len(program.calls)}")
+            program = None
+        elif program is not None:
+            program.steps += 1
+        elif self._calls and not stopped:
+            self._compare()
+        self._stopped = False
+        self._clear()
+        self.let_go()
+        return program
+
+    def _compare(self) -> None:
+        """Compares a pass that no known program fits with earlier ones. All ranks are here, and agree."""
+        if self._passes >= PATIENCE and not any(p.known for p in self.programs):
+            return  # it has said that it gives up
+        self._passes += 1
+        self.programs = [p for p in self.programs if p.known or p.last > self._passes - _MEMORY]
+        alike = [p for p in self.programs if p.calls == self._calls and not (p.known and p.fixed)]
+        alike.sort(key=lambda p: not p.known)
+        # One rank may have freed a tensor that another one still has.
+        mine: list[int] = [p.likeness(self._places) for p in alike]
+        likeness = [Likeness(x) for x in self._least(mine, self._calls[0].device)] if mine else []
+        best = max(likeness, default=Likeness.OTHER)
+        if best is Likeness.OTHER:
+            self.programs.append(Program(self._calls, self._places, self._passes))
+        else:
+            self._came_again(alike, likeness, best)
+        if self._passes == PATIENCE and not any(p.known for p in self.programs):
+            self._warn(
+                "nothing",
+                f"has compressed nothing in {PATIENCE} backward passes, because no two of them had the same "
+                "all-reduces, and gives up: sidcomp.register or sidcomp.fsdp.compress know the model",
+            )
+
+    def _came_again(self, alike: list[Program], likeness: list[Likeness], best: Likeness) -> None:
+        """Learns from a pass that had the calls of earlier ones. alike: their programs, the known ones first;
+        best: the greatest likeness."""
+        found = alike[likeness.index(best)]
+        found.places, found.last, found.fixed = self._places, self._passes, best is Likeness.SAME
+        if not found.known and (found.fixed or not alike[0].known):
+            self._learn(found)
+        # Two programs with the same calls, neither of them fixed, can never be told apart. They are one if no
+        # tensor of either is left: an exchange may let go of a tensor only after the next pass has begun.
+        if not found.fixed:
+            moved = [p for p, like in zip(alike, likeness, strict=True) if like is Likeness.MOVED]
+            self.programs = [p for p in self.programs if p is found or p not in moved]
