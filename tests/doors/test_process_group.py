@@ -208,7 +208,7 @@ def collectives(rank: int, world: int) -> list[torch.Tensor]:
 def in_backward(rank: int, world: int, function: Any) -> Any:
     """Runs the function inside of a backward pass."""
     kept: list[Any] = []
-    x = torch.zeros(1, requires_grad=True)
+    x = nn.Parameter(torch.zeros(1))
     x.register_hook(lambda _: kept.append(function(rank, world)))
     (2 * x).backward()
     return kept[0]
@@ -227,35 +227,192 @@ def test_everything_else_passes_untouched() -> None:
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) and len(a) == len(b)
 
 
-# ---- which call is which
+# ---- what carries gradients of parameters, and what does not
 
 
-class Averages(torch.autograd.Function):
-    """All-reduces these tensors in its backward pass, as a data-parallel wrapper does."""
+class Summed(torch.autograd.Function):
+    """Sums its gradient over the ranks, as the backward pass of a differentiable all-gather does."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, tensors: list[torch.Tensor], ops: list[Any], to: Any
-    ) -> torch.Tensor:
-        ctx.tensors, ctx.ops, ctx.to = tensors, ops, to
+    def forward(ctx: Any, x: torch.Tensor, reduce: Any) -> torch.Tensor:
+        ctx.reduce = reduce
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.reduce(grad), None
+
+
+class Normalized(torch.autograd.Function):
+    """A batch norm over all ranks, by hand: its backward pass sums two vectors of statistics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, reduce: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.reduce = reduce
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        mean, product = ctx.reduce(torch.cat([grad.sum(0), (grad * x).sum(0)])).chunk(2)
+        return (grad - mean - x * product) * weight, (grad * x).sum(0), None
+
+
+def passing(kind: str, x: torch.Tensor, weight: nn.Parameter, reduce: Any) -> torch.Tensor:
+    """Puts into a graph what reduces the gradients of activations."""
+    if kind == "function":
+        return Summed.apply(x, reduce)
+    if kind == "norm":
+        return Normalized.apply(x, weight, reduce)
+    if kind == "hook":
+        x.register_hook(reduce)
+    if kind == "module":
+        layer = nn.Tanh()
+        layer.register_full_backward_hook(lambda _, given, __: (reduce(given[0]),))
+        return layer(x)
+    if kind == "checkpoint":
+
+        def again(y: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                y.register_hook(reduce)
+            return y * weight
+
+        return torch.utils.checkpoint.checkpoint(again, x, use_reentrant=True)
+    return x
+
+
+def with_activations(rank: int, world: int, kind: str) -> Any:
+    """DDP, and a part of the graph whose backward pass sums something over the default group, too."""
+    exact, said, off = dist.new_group(backend="gloo"), io.StringIO(), []
+
+    def reduce(grad: torch.Tensor) -> torch.Tensor:
+        mine, right = grad.clone(), grad.clone()
+        dist.all_reduce(mine)
+        dist.all_reduce(right, group=exact)
+        off.append(not torch.equal(mine, right))
+        return mine
+
+    model = DistributedDataParallel(nn.Linear(12, 200))
+    weight = nn.Parameter(torch.ones(200))
+    with redirect_stderr(said):
+        for step in range(8):
+            x = model(torch.randn(16, 12, generator=torch.Generator().manual_seed(100 * step + rank)))
+            if kind == "stage":  # of a pipeline: the next one begins with a leaf, of the same memory
+                y = x.detach().requires_grad_()
+                y.register_hook(reduce)
+                y.square().sum().backward()
+                x.backward(y.grad)
+            else:
+                passing(kind, x, weight, reduce).square().sum().backward()
+    return off, steps_of(), said.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["function", "norm", "hook", "module", "checkpoint", "stage"])
+def test_gradients_of_activations_stay_exact_and_it_says_so(kind: str) -> None:
+    backend = partial(compressing, "topk", density=0.02)
+    for rank, (off, steps, said) in enumerate(run(with_activations, 2, kind, backend=backend)):
+        assert off == [False] * 8
+        assert len(steps) == 1 and in_time(steps[0], 8)  # those of DDP are compressed
+        assert said.count("leaves a backward pass's all-reduces and reduce-scatters exact") == (rank == 0)
+
+
+def hooked(module: nn.Module, kind: str) -> None:
+    """Averages gradients in hooks, as programs without DDP do."""
+    own = list(module.parameters())
+
+    def average(grad: torch.Tensor) -> None:
+        dist.all_reduce(grad)
+        grad.div_(dist.get_world_size())
+
+    def flat() -> None:
+        average(whole := torch.cat([p.grad.flatten() for p in own]))
+        for p, part in zip(own, whole.split([p.numel() for p in own]), strict=True):
+            p.grad.copy_(part.view_as(p))
+
+    came: list[nn.Parameter] = []
+
+    def count(p: nn.Parameter) -> None:
+        came.append(p)
+        if kind == "at the end" and len(came) == 1:
+            torch.autograd.Variable._execution_engine.queue_callback(flat)
+        if len(came) == len(own):
+            came.clear()
+            if kind == "flat":
+                flat()
+
+    for p in own:
+        if kind == "tensor":
+            p.register_hook(average)
+        elif kind == "node":
+            node = p.view_as(p).grad_fn.next_functions[0][0]
+            node.register_hook(lambda *_, p=p: average(p.grad))
+            p.__dict__["node"] = node  # or it would be made anew
+        elif kind == "accumulated":
+            p.register_post_accumulate_grad_hook(lambda p: average(p.grad))
+        else:
+            p.register_post_accumulate_grad_hook(count)
+
+
+def of_parameters(rank: int, world: int, kind: str) -> Any:
+    model, replicas = network(), group()
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+        replicas = mesh.get_group("replicate")
+    elif kind == "replicate":
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("replicate",))
+        replicate(model, mesh=mesh)
+        replicas = mesh.get_group()
+    elif kind in ("ddp", "zero", "static"):
+        model = DistributedDataParallel(model, static_graph=kind == "static", bucket_cap_mb=0.005)
+    else:
+        hooked(model, kind)
+    if kind == "zero":
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        for step in range(STEPS):
+            zero.zero_grad()
+            backward(model, rank, step)
+            zero.step()
+    else:
+        train(model, rank)
+    assert alike(model)
+    return steps_of(replicas)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["ddp", "static", "zero", "hsdp", "replicate", "tensor", "node", "accumulated", "flat", "at the end"],
+)
+def test_gradients_of_parameters_are_compressed(kind: str) -> None:
+    for steps in run(of_parameters, 2, kind, backend=partial(compressing, "int8")):
+        assert in_time(sum(steps))
+
+
+# ---- which call is which
+
+
+def averaged(tensors: list[torch.Tensor], ops: list[Any] | None = None, to: Any = None) -> None:
+    """All-reduces these tensors at the end of a backward pass, as a data-parallel wrapper may."""
+
+    def reduce() -> None:
         works = [
-            dist.all_reduce(x, op=op, async_op=True, group=ctx.to)
-            for x, op in zip(ctx.tensors, ctx.ops, strict=True)
+            dist.all_reduce(x, op=op, async_op=True, group=to)
+            for x, op in zip(tensors, ops or [dist.ReduceOp.SUM] * len(tensors), strict=True)
         ]
         for work in works:
             assert work.wait()
             assert work.is_completed() and work.is_success() and work.exception() is None
             work.get_future().wait()
-        return grad, None, None, None
+
+    at_end(reduce)
 
 
-def averaged(tensors: list[torch.Tensor], ops: list[Any] | None = None, to: Any = None) -> None:
+def at_end(function: Any) -> None:
+    """Runs a backward pass, and the function at its end."""
     x = torch.zeros(1, requires_grad=True)
-    Averages.apply(x, tensors, ops or [dist.ReduceOp.SUM] * len(tensors), to).sum().backward()
+    x.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(function))
+    (2 * x).backward()
 
 
 def steps_of(to: Any = None) -> list[int]:
@@ -552,10 +709,9 @@ def late(rank: int, world: int) -> str:
         time.sleep(1.5)
         averaged([x])
         return ""
-    hold = torch.zeros(1, requires_grad=True)
     caught = []
 
-    def reduce(_: torch.Tensor) -> None:
+    def reduce() -> None:
         work = dist.all_reduce(x, async_op=True)
         assert not work.is_completed()
         try:
@@ -564,8 +720,7 @@ def late(rank: int, world: int) -> str:
             caught.append(str(e))
         work.wait()
 
-    hold.register_hook(reduce)
-    (2 * hold).backward()
+    at_end(reduce)
     return caught[0]
 
 

@@ -15,7 +15,7 @@ from harness import run
 from sidcomp.integrations.backend_configuration import current
 from sidcomp.integrations.works import Decoding
 from test_fsdp import alike, backward, flat, sharded
-from test_process_group import both_places, compressing, group
+from test_process_group import Summed, at_end, both_places, compressing, group
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -110,35 +110,23 @@ def test_bfloat16() -> None:
 # ---- the reduce-scatter
 
 
-class Scatters(torch.autograd.Function):
-    """Reduce-scatters these tensors in its backward pass, as a sharding wrapper does."""
+def scattered(tensors: list[torch.Tensor], *ops: Any) -> list[torch.Tensor]:
+    """Returns the shards of this rank of what a sharding wrapper reduce-scatters in a backward pass."""
+    out: list[torch.Tensor] = []
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, tensors: list[torch.Tensor], ops: list[Any], out: list[Any]
-    ) -> Any:
-        ctx.tensors, ctx.ops, ctx.out = tensors, ops, out
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def scatter() -> None:
         works = []
-        for x, op in zip(ctx.tensors, ctx.ops, strict=True):
-            ctx.out.append(torch.empty(len(x) // dist.get_world_size(), dtype=x.dtype))
-            works.append(dist.reduce_scatter_tensor(ctx.out[-1], x, op=op, async_op=True))
+        for x, op in zip(tensors, ops, strict=True):
+            out.append(torch.empty(len(x) // dist.get_world_size(), dtype=x.dtype))
+            works.append(dist.reduce_scatter_tensor(out[-1], x, op=op, async_op=True))
         for i, work in enumerate(works):
             if i == 0 and isinstance(work, Decoding):  # Gloo's own has no future
-                assert torch.equal(work.get_future().wait()[0], ctx.out[0])
+                assert torch.equal(work.get_future().wait()[0], out[0])
             work.wait()
             if isinstance(work, Decoding):
                 assert work.is_completed() and work.is_success() and work.exception() is None
-        return grad, None, None, None
 
-
-def scattered(tensors: list[torch.Tensor], *ops: Any) -> list[torch.Tensor]:
-    """Returns the shards of this rank."""
-    x, out = torch.zeros(1, requires_grad=True), []
-    Scatters.apply(x, tensors, ops, out).sum().backward()
+    at_end(scatter)
     return out
 
 
@@ -174,6 +162,32 @@ def test_the_error_of_int8_is_bounded() -> None:
     for worst, exact in run(bounded, 3, backend=partial(compressing, "int8", reduce_scatter="int8")):
         assert worst <= 1
         assert exact == [True] * 2 + [False] * 3  # two passes to learn
+
+
+def of_activations(rank: int, world: int) -> Any:
+    """Sequence parallelism: the backward pass of a gather of activations reduce-scatters their gradients."""
+    said, off = io.StringIO(), []
+
+    def scatter(grad: torch.Tensor) -> torch.Tensor:
+        whole, part = grad.flatten(), torch.empty(grad.numel() // world)
+        dist.reduce_scatter_tensor(part, whole.clone())
+        dist.all_reduce(whole, group=exact)
+        off.append(not torch.equal(part, whole.chunk(world)[rank]))
+        return grad
+
+    exact = dist.new_group(backend="gloo")
+    with redirect_stderr(said):
+        for step in range(6):
+            x = drawn(rank, step, 2400, torch.float32).requires_grad_()
+            Summed.apply(x * 2, scatter).square().sum().backward()
+    return off, scatters(), said.getvalue()
+
+
+def test_reduce_scatters_of_activations_stay_exact_and_it_says_so() -> None:
+    asked = partial(compressing, "int8", reduce_scatter="int8")
+    for rank, (off, made, said) in enumerate(run(of_activations, 2, backend=asked)):
+        assert off == [False] * 6 and not made
+        assert said.count("leaves a backward pass's all-reduces and reduce-scatters exact") == (rank == 0)
 
 
 def conserved(rank: int, world: int) -> Any:

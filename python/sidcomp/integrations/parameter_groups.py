@@ -17,14 +17,17 @@ from sidcomp.integrations.all_gather import encodes_itself
 
 try:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+except ImportError:  # a torch whose FSDP2 is elsewhere
+    FSDPParamGroup = None  # type: ignore[assignment,misc]
+try:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
         DefaultAllGather,
         ProcessGroupAllocAllGather,
     )
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-except ImportError:  # an older torch
-    FSDPParamGroup = None  # type: ignore[assignment,misc]
+except ImportError:  # a torch that does not say how it gathers
+    DefaultAllGather = None  # type: ignore[assignment,misc]
 
 
 class Gathers:
@@ -49,12 +52,10 @@ _known: "weakref.WeakKeyDictionary[Any, Gathers]" = weakref.WeakKeyDictionary()
 _watching = False
 
 
-def watch() -> bool:
-    """Begins to watch FSDP2. False: this torch has another one, or none. Call it before the first step."""
+def watch() -> None:
+    """Begins to watch FSDP2, if this torch has the one that is known here. Call it before the first step."""
     global _watching
-    if FSDPParamGroup is None:
-        return False
-    if not _watching:
+    if FSDPParamGroup is not None and not _watching:
         _watching = True
         for owner, name, around in (
             (FSDPParamGroup, "unshard", _unshard),
@@ -62,7 +63,6 @@ def watch() -> bool:
             (FSDPModule, "unshard", _asked),
         ):
             setattr(owner, name, _wrapped(getattr(owner, name), around))
-    return True
 
 
 def _wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def _wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable
 
 
 def check() -> None:
-    if FSDPParamGroup is None:
+    if FSDPParamGroup is None or DefaultAllGather is None:
         raise UnsupportedError("all_gather needs PyTorch 2.13 or newer: its FSDP2 says what it gathers")
 
 
@@ -82,7 +82,7 @@ def gathering() -> tuple[Any, Gathers] | None:
     """The parameter group whose parameters this thread gathers, if a forward or backward pass computes with
     them and they may be rounded. The same on all ranks."""
     group = _here.gathers
-    if group is None or _here.asked:
+    if group is None or _here.asked or DefaultAllGather is None:
         return None
     state, backward = group._training_state, torch._C._current_graph_task_id() != -1
     passes = (

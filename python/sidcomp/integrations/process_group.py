@@ -40,7 +40,7 @@ from sidcomp.integrations.backend_configuration import (
     configure,
     current,
 )
-from sidcomp.integrations.recognition import PATIENCE, Call, Door, Passes, Program
+from sidcomp.integrations.recognition import AT_END, PATIENCE, Call, Door, Passes, Program, whose
 from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.integrations.works import Decoding, Reducing
 from sidcomp.runtime.block import DTYPES
@@ -78,19 +78,6 @@ class _Watch:
 _watch = _Watch()
 
 
-def _trained() -> list[int]:
-    """The ids of some parameters, at least one, of the model whose gradients the current call carries; none
-    if it cannot be told. DDP and hooks of gradients issue it from the node that accumulates a parameter's
-    gradient; of FSDP2's calls the parameter group is known, if `parameter_groups.watch` could begin."""
-    if (unit := parameter_groups.reducing()) is not None:
-        return [id(p.sharded_param) for p in unit.fsdp_params]
-    variable = getattr(_node(), "variable", None)
-    return [] if variable is None else [id(variable)]
-
-
-_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
-
-
 class ProcessGroup(dist.ProcessGroup):
     """The process group of the backend "sidcomp". It holds an inner one, which does everything else.
 
@@ -119,8 +106,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._unfollowed: Unfollowed | None = None
         self._passes = Passes(self._learn, self._least, self._warn)
         self._task = -1  # autograd's number of the backward pass in progress
-        if configuration.reduce_scatter or configuration.all_gather or self._costs:
-            parameter_groups.watch()
+        parameter_groups.watch()
         for name in ("cpu", "cuda"):
             device = torch.device(name)
             try:
@@ -164,7 +150,8 @@ class ProcessGroup(dist.ProcessGroup):
         if self._compresses is False or not isinstance(tensors, list) or len(tensors) != 1:
             return None
         x = tensors[0]
-        average = self._reduces(x, arguments[0] if arguments else named.get("opts", named.get("op")))
+        what = arguments[0] if arguments else named.get("opts", named.get("op"))
+        average = self._reduces(x, what, self._allowed)
         if average is None:
             return None
         if x.nbytes < max(1, self.configuration.min_bytes):
@@ -178,8 +165,9 @@ class ProcessGroup(dist.ProcessGroup):
             return None
         return Call(x.numel(), x.dtype, x.device, average)
 
-    def _reduces(self, x: torch.Tensor, what: Any) -> bool | None:
-        """Returns whether a call averages; None: it does not reduce a gradient. what: the call's options."""
+    def _reduces(self, x: torch.Tensor, what: Any, allowed: Callable[[], bool]) -> bool | None:
+        """Returns whether a call averages; None: it does not reduce a gradient. what: the call's options.
+        allowed: whether this group compresses such calls."""
         if (
             self.size() == 1
             or x.dtype not in (torch.float32, torch.float16, torch.bfloat16)
@@ -192,7 +180,24 @@ class ProcessGroup(dist.ProcessGroup):
         average = bool(op == dist.ReduceOp.AVG)
         if not average and op is not None and op != dist.ReduceOp.SUM:
             return None
+        if whose() is None:
+            self._leave(x, allowed)
+            return None
         return average
+
+    def _leave(self, x: torch.Tensor, allowed: Callable[[], bool]) -> None:
+        """Says once that a call of a backward pass passes untouched, if it would else be compressed."""
+        if x.nbytes < max(1, self.configuration.min_bytes) or not allowed():
+            return
+        self._say(
+            "exact",
+            "leaves a backward pass's all-reduces and reduce-scatters exact, except those in hooks of "
+            "parameters' gradients and at the end of the pass: others, as those of a differentiable "
+            "all-gather, carry gradients of activations",
+        )
+        _watch.met(
+            "none is known to carry gradients of parameters: issue those in hooks of torch.nn.Parameter", self
+        )
 
     def _small(self, what: str) -> None:
         least = self.configuration.min_bytes
@@ -268,7 +273,8 @@ class ProcessGroup(dist.ProcessGroup):
             return None
         if self._compresses_shards is False or self._lossless:
             return None
-        average = self._reduces(x, arguments[0] if arguments else named.get("opts", named.get("op")))
+        what = arguments[0] if arguments else named.get("opts", named.get("op"))
+        average = self._reduces(x, what, self._allowed_shards)
         if average is None or output.dtype != x.dtype or output.numel() * self.size() != x.numel():
             return None
         if x.nbytes < max(1, self.configuration.min_bytes):
@@ -405,7 +411,11 @@ class ProcessGroup(dist.ProcessGroup):
     def _look_for_adam(self, first: bool) -> None:
         """Looks for an optimizer that the codec does not suit. first: the call is the first of a program that
         has not been compressed yet, so optimizers that were of no interest may be its own."""
-        self._trained.update(_trained())
+        trained = whose()
+        if isinstance(trained, torch.Tensor):
+            self._trained.add(id(trained))
+        elif trained is not AT_END:
+            self._trained.update(id(p.sharded_param) for p in trained.fsdp_params)
         if (first or self._unfollowed is None) and self._trained:
             self._stop_looking()
             self._unfollowed = Unfollowed(self._unsuited, self._trained)

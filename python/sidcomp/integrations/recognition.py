@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sidcomp.errors import SetupError
+from sidcomp.integrations import parameter_groups
 from sidcomp.integrations.backend_configuration import Configuration
 from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.runtime.bucket import Bucket
@@ -19,6 +20,28 @@ from sidcomp.state import State
 
 _MEMORY = 16  # passes for which a list of calls is remembered without having come again
 PATIENCE = 20  # passes without two that are equal, after which a line says that nothing is compressed
+
+
+AT_END = object()  # of what a pass all-reduces at its end, where all gradients have been accumulated
+
+_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+def whose() -> Any:
+    """Whose gradients the current call of a backward pass carries: a parameter, of which there may be more;
+    one of FSDP2's parameter groups; or AT_END. None: it is not known to carry gradients of parameters.
+
+    DDP and hooks of gradients issue a call from the node that accumulates a parameter's gradient. What any
+    other node issues, the rest of the pass may compute with: the gradient of an activation. The leaves of a
+    part of a graph, as pipelines and checkpointing have them, are activations too.
+    """
+    if (unit := parameter_groups.reducing()) is not None:
+        return unit
+    node = _node()
+    if node is None:
+        return AT_END
+    variable = getattr(node, "variable", None)
+    return variable if isinstance(variable, torch.nn.Parameter) else None
 
 
 class Call(NamedTuple):
