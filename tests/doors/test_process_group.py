@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -387,6 +387,47 @@ def of_parameters(rank: int, world: int, kind: str) -> Any:
 def test_gradients_of_parameters_are_compressed(kind: str) -> None:
     for steps in run(of_parameters, 2, kind, backend=partial(compressing, "int8")):
         assert in_time(sum(steps))
+
+
+# ---- ranks that were set up differently
+
+
+def set_up(rank: int, world: int, other: dict[str, Any], kind: str) -> Any:
+    """The last rank has other settings."""
+    usual: dict[str, Any] = {"codec": "topk", "density": 0.1, "min_bytes": 1000}
+    mine = {**usual, **other} if rank == world - 1 else usual
+    if mine["codec"] == "off":
+        del mine["density"]
+    ours = sidcomp.process_group(dist.group.WORLD, mine.pop("codec"), **mine)
+    texts = []
+    for step in range(2):
+        if kind == "ddp":
+            model: nn.Module = DistributedDataParallel(network(), process_group=ours)
+        else:
+            model = fully_shard(network(), mesh=DeviceMesh.from_group(ours, "cpu"))
+        with pytest.raises(sidcomp.RankError) as e:
+            backward(model, rank, step)
+        texts.append((e.value.rank, str(e.value)))
+    return texts, len(ours.programs)
+
+
+@pytest.mark.parametrize(
+    "other, said, kind",
+    [
+        ({"codec": "off"}, "rank 0 has [codec topk], rank 2 has [codec off]", "ddp"),
+        ({"codec": "topk", "density": 0.2}, "[parameters {'density': 0.2}]", "ddp"),
+        ({"min_bytes": 10**6}, "rank 0 has [min_bytes 1000], rank 2 has [min_bytes 1000000]", "ddp"),
+        ({"codec": "off"}, "rank 2 has [codec off]", "fsdp"),
+        ({"reduce_scatter": "int8"}, "rank 0 has [reduce_scatter None], rank 2 has [reduce_scatter", "fsdp"),
+        ({"all_gather": "int8"}, "rank 0 has [all_gather None], rank 2 has [all_gather int8:", "fsdp"),
+    ],
+)
+def test_ranks_with_other_settings_are_refused_at_their_first_pass(
+    other: dict[str, Any], said: str, kind: str
+) -> None:
+    for texts, programs in run(set_up, 3, other, kind):
+        assert [rank for rank, _ in texts] == [2, 2] and all(said in text for _, text in texts), texts
+        assert "give every rank the same SIDCOMP" in texts[0][1] and not programs
 
 
 # ---- which call is which

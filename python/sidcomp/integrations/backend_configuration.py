@@ -37,6 +37,10 @@ class Coding(NamedTuple):
     seed: int
     exclude: tuple[str | int, ...]
 
+    def __str__(self) -> str:
+        named = {**self.parameters, "memory": self.memory, "seed": self.seed, "exclude": self.exclude}
+        return f"{self.codec}:{','.join(f'{k}={v}' for k, v in named.items())}"
+
     @property
     def lossless(self) -> bool:
         """There is nothing to compress."""
@@ -71,6 +75,14 @@ class Configuration:
         made._finalizer.detach()  # the process group says itself what becomes of it
         made._engine.announced = True
         return made
+
+    def lines(self) -> list[str]:
+        """What all ranks must have in common: each line a setting and its value."""
+        own = {} if self.codec == "off" else self.state().settings.saved()
+        own = {"codec": "off", **own, "groups": sorted(self.groups or ()) or "the usual ones"}
+        for name in ("min_bytes", "reduce_scatter", "all_gather"):
+            own[name] = getattr(self, name)
+        return [f"{name} {value}" for name, value in own.items()]
 
     def costs(self) -> accuracy_of.Measured | None:
         """The codec, if nobody named it and it costs more beside Adam than the accuracy that was asked for

@@ -30,6 +30,7 @@ from sidcomp import notices
 from sidcomp.config import accuracy as accuracy_of
 from sidcomp.errors import ArgumentError, UnsupportedError
 from sidcomp.integrations import parameter_groups
+from sidcomp.integrations.agreement import check_same
 from sidcomp.integrations.all_gather import AllGather
 from sidcomp.integrations.backend_configuration import (
     BACKEND,
@@ -104,6 +105,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._costs = configuration.costs()
         self._trained: set[int] = set()
         self._unfollowed: Unfollowed | None = None
+        self._settled = False  # all ranks have the same settings
         self._passes = Passes(self._learn, self._least, self._warn)
         self._task = -1  # autograd's number of the backward pass in progress
         parameter_groups.watch()
@@ -147,12 +149,12 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _eligible(self, tensors: Any, *arguments: Any, **named: Any) -> Call | None:
         """Returns the call if it may be the all-reduce of a gradient."""
-        if self._compresses is False or not isinstance(tensors, list) or len(tensors) != 1:
+        if self._passes_by(self._compresses) or not isinstance(tensors, list) or len(tensors) != 1:
             return None
         x = tensors[0]
         what = arguments[0] if arguments else named.get("opts", named.get("op"))
         average = self._reduces(x, what, self._allowed)
-        if average is None:
+        if average is None or self._compresses is False:
             return None
         if x.nbytes < max(1, self.configuration.min_bytes):
             self._small("all-reduces")
@@ -183,7 +185,19 @@ class ProcessGroup(dist.ProcessGroup):
         if whose() is None:
             self._leave(x, allowed)
             return None
+        self._settle(x.device)
         return average
+
+    def _passes_by(self, compresses: bool | None) -> bool:
+        """Whether no call of this kind is compressed, and the other ranks know."""
+        return self._settled and compresses is False
+
+    def _settle(self, device: torch.device) -> None:
+        """Raises RankError on all ranks if they have other settings. Each rank calls it, whatever its own
+        are, before the group's first pass that could be compressed."""
+        if not self._settled:
+            check_same(self.inner, self.configuration.lines(), device, self.group_desc)
+            self._settled = True
 
     def _leave(self, x: torch.Tensor, allowed: Callable[[], bool]) -> None:
         """Says once that a call of a backward pass passes untouched, if it would else be compressed."""
@@ -263,19 +277,26 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _scatter(self, output: torch.Tensor, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         """Returns the Work of a compressed reduce-scatter, or None if it passes untouched."""
-        coding = self.configuration.reduce_scatter
-        if coding is None:
+        if self._passes_by(self._compresses_shards):
+            return None
+        what = arguments[0] if arguments else named.get("opts", named.get("op"))
+        asked = self.configuration.reduce_scatter is not None
+        average = self._reduces(x, what, self._allowed_shards if asked else lambda: False)
+        if average is None:
+            return None
+        if not asked:
             _watch.met(
                 "the model is sharded, so its gradients are reduce-scattered, and the backend compresses "
                 "only all-reduces: ask for reduce_scatter=int8, or use sidcomp.fsdp.compress for HSDP",
                 self,
             )
             return None
-        if self._compresses_shards is False or self._lossless:
-            return None
-        what = arguments[0] if arguments else named.get("opts", named.get("op"))
-        average = self._reduces(x, what, self._allowed_shards)
-        if average is None or output.dtype != x.dtype or output.numel() * self.size() != x.numel():
+        if (
+            self._compresses_shards is False
+            or self._lossless
+            or output.dtype != x.dtype
+            or output.numel() * self.size() != x.numel()
+        ):
             return None
         if x.nbytes < max(1, self.configuration.min_bytes):
             self._small("reduce-scatters")
@@ -325,15 +346,18 @@ class ProcessGroup(dist.ProcessGroup):
     def _gather(self, output: torch.Tensor, x: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Returns the Work of an all-gather of rounded parameters, or None if it passes untouched."""
         coding = self.configuration.all_gather
-        if coding is None or self.size() == 1 or self._compresses_shards is False:
+        if self.size() == 1 or self._passes_by(self._compresses_shards):
             return None
+        found = parameter_groups.gathering()
+        if found is not None:
+            self._settle(x.device)
         if (
-            output.nbytes < max(1, self.configuration.min_bytes)
+            coding is None
+            or output.nbytes < max(1, self.configuration.min_bytes)
             or output.dtype != x.dtype
             or not (output.is_contiguous() and x.is_contiguous())
         ):
             return None
-        found = parameter_groups.gathering()
         if found is None and parameter_groups.gathering_exactly():
             self._say(
                 "gathered",
