@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
+import time
 import warnings
 from contextlib import redirect_stderr
 from datetime import timedelta
@@ -389,6 +392,86 @@ def test_gradients_of_parameters_are_compressed(kind: str) -> None:
         assert in_time(sum(steps))
 
 
+# ---- models that are gone
+
+
+def made(kind: str, seed: int, world: int) -> tuple[nn.Module, Any]:
+    """A model of one size, and the group over which its gradients are averaged."""
+    model = network(seed)
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+        return fully_shard(model, mesh=mesh), mesh.get_group("replicate")
+    if kind == "ddp":
+        return DistributedDataParallel(model), group()
+    hooked(model, kind)
+    return model, group()
+
+
+def after_others(rank: int, world: int, kind: str, others: int) -> Any:
+    """Trains a model after others of its size, which are gone."""
+    counts = []
+    for seed in range(3 - others, 4):
+        model, replicas = made(kind, seed, world)
+        train(model, rank, 6)
+        mine = flat(model)
+        del model
+        gc.collect()
+        counts.append((len(replicas.programs), len(steps_of(replicas))))
+    return mine, counts
+
+
+@pytest.mark.parametrize("kind", ["ddp", "hsdp", "accumulated"])
+def test_a_model_inherits_nothing_of_those_that_are_gone(kind: str) -> None:
+    backend = partial(compressing, "topk", density=0.05)
+    alone = run(after_others, 2, kind, 0, backend=backend)
+    after = run(after_others, 2, kind, 3, backend=backend)
+    for (theirs, _), (mine, counts) in zip(alone, after, strict=True):
+        assert torch.equal(theirs, mine)
+        assert kind == "hsdp" or counts[-1][1] == 1, counts  # each of its meshes has groups of its own
+
+
+def many(rank: int, world: int) -> list[tuple[int, int]]:
+    """Models of different sizes, one after the other: threads and descriptors after each."""
+    ours = sidcomp.process_group(group(), "topk", density=0.1, min_bytes=1000)
+    counts = []
+    for width in range(40, 46):
+        model = DistributedDataParallel(network(width=width), process_group=ours)
+        train(model, rank, 5)
+        del model
+        gc.collect()
+        end = time.monotonic() + 10
+        while len(counts) > 1 and held() > counts[1] and time.monotonic() < end:
+            time.sleep(0.02)  # a thread frees what was closed
+        counts.append(held())
+    assert len(ours.programs) <= 2
+    return counts
+
+
+def held() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def test_what_models_took_is_freed_when_they_are_gone() -> None:
+    for counts in run(many, 2):
+        assert max(counts[2:]) <= counts[1], counts
+
+
+def wrapped_again(rank: int, world: int) -> Any:
+    """A module in another DDP, as in each epoch of some programs: the residual of its buckets stays."""
+    module = network()
+    for _ in range(3):
+        model = DistributedDataParallel(module, bucket_cap_mb=0.005)
+        train(model, rank, 5)
+        del model
+        gc.collect()
+    return steps_of()
+
+
+def test_a_module_that_is_wrapped_again_keeps_its_residual() -> None:
+    for steps in run(wrapped_again, 2, backend=partial(compressing, "topk", density=0.1)):
+        assert max(steps) >= 7, steps
+
+
 # ---- ranks that were set up differently
 
 
@@ -726,8 +809,6 @@ def failing(rank: int, world: int) -> str:
     for _ in range(4):
         averaged([x])
     if rank == 1:
-        import os
-
         os._exit(0)
     with pytest.raises(RuntimeError) as e:
         for _ in range(3):
@@ -745,8 +826,6 @@ def late(rank: int, world: int) -> str:
     for _ in range(4):
         averaged([x])
     if rank == 1:
-        import time
-
         time.sleep(1.5)
         averaged([x])
         return ""
@@ -791,8 +870,6 @@ def from_environment(rank: int, world: int) -> Any:
 
 
 def environment(text: str) -> str:
-    import os
-
     import sidcomp.integrations.process_group as door
 
     os.environ["SIDCOMP"] = text

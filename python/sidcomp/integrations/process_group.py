@@ -41,7 +41,7 @@ from sidcomp.integrations.backend_configuration import (
     configure,
     current,
 )
-from sidcomp.integrations.recognition import AT_END, PATIENCE, Call, Door, Passes, Program, whose
+from sidcomp.integrations.recognition import AT_END, PATIENCE, Call, Door, Origin, Passes, Program, whose
 from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.integrations.works import Decoding, Reducing
 from sidcomp.runtime.block import DTYPES
@@ -95,7 +95,6 @@ class ProcessGroup(dist.ProcessGroup):
         self._compresses: bool | None = None
         self._compresses_shards: bool | None = None
         self.gathers: weakref.WeakKeyDictionary[Any, AllGather] = weakref.WeakKeyDictionary()
-        self._owners: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._gathered = self._scattered = 0  # numbers of the next ones
         scatters = configuration.reduce_scatter
         self._lossless = scatters is not None and scatters.lossless
@@ -106,7 +105,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._trained: set[int] = set()
         self._unfollowed: Unfollowed | None = None
         self._settled = False  # all ranks have the same settings
-        self._passes = Passes(self._learn, self._least, self._warn)
+        self._passes = Passes(self._learn, self._forget, self._least, self._warn)
         self._task = -1  # autograd's number of the backward pass in progress
         parameter_groups.watch()
         for name in ("cpu", "cuda"):
@@ -311,9 +310,7 @@ class ProcessGroup(dist.ProcessGroup):
         if not self._allowed_shards():
             return None
         self._on_cpu(x, "reduce_scatter")
-        unit = parameter_groups.reducing()
-        owner = -1 if unit is None else self._owners.setdefault(unit, len(self._owners))
-        noted = self._note(Call(x.numel(), x.dtype, x.device, average, True, owner), x)
+        noted = self._note(Call(x.numel(), x.dtype, x.device, average, True), x)
         if noted is None:
             return None
         program, index = noted
@@ -406,7 +403,7 @@ class ProcessGroup(dist.ProcessGroup):
             self._end()  # a backward pass that failed has not said that it ended
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        return self._passes.note(call, tensor)
+        return self._passes.note(call, tensor, Origin.of(whose()))
 
     def _end(self) -> None:
         """A backward pass has ended."""
@@ -420,6 +417,12 @@ class ProcessGroup(dist.ProcessGroup):
     def _learn(self, program: Program) -> None:
         """Makes what compresses a program."""
         self._scattered = program.learn(self.configuration, self, self._scattered)
+
+    def _forget(self, program: Program) -> None:
+        """Frees what compressed a model that is gone."""
+        program.close()
+        for one in program.scatters.values():
+            self._works.pop(one, None)
 
     def _least(self, mine: list[int], device: torch.device) -> list[int]:
         """The least that any rank says. All ranks call it."""
@@ -492,21 +495,22 @@ class ProcessGroup(dist.ProcessGroup):
         sent = sum(g.bytes_sent for g in groups)
         calls = [program.calls[i] for i in program.buckets]
         dense = sum(c.numel * c.dtype.itemsize for c in calls)
-        self._say(
-            f"compresses {id(program)}",
-            f"compresses {len(calls)} all-reduces of each backward pass ({dense / 1e6:.1f} MB) with "
-            f"{groups[0].plan.codec}: {sent / 1e6:.2f} MB, 1/{dense / sent:.0f} of it. All else passes "
-            f"untouched to {self.inner_config}.",
+        notices.say(
+            f"process group {self.group_desc!r} compresses {len(calls)} all-reduces of each backward pass "
+            f"({dense / 1e6:.1f} MB) with {groups[0].plan.codec}: {sent / 1e6:.2f} MB, 1/{dense / sent:.0f} "
+            f"of it. All else passes untouched to {self.inner_config}.",
+            self.rank(),
         )
 
     def _announce_scatters(self, program: Program) -> None:
         assert self.configuration.reduce_scatter is not None
         made = program.scatters.values()
         sent, dense = (sum(getattr(x, name) for x in made) for name in ("sent_bytes", "dense_bytes"))
-        self._say(
-            f"scatters {id(program)}",
-            f"compresses {len(made)} reduce-scatters of each backward pass ({dense / 1e6:.2f} MB) with "
-            f"{self.configuration.reduce_scatter.codec}: {sent / 1e6:.2f} MB, {sent / dense:.2f} of it.",
+        notices.say(
+            f"process group {self.group_desc!r} compresses {len(made)} reduce-scatters of each backward pass "
+            f"({dense / 1e6:.2f} MB) with {self.configuration.reduce_scatter.codec}: {sent / 1e6:.2f} MB, "
+            f"{sent / dense:.2f} of it.",
+            self.rank(),
         )
 
 

@@ -2,6 +2,7 @@
 nobody tells the backend which one that is. So it learns the lists of calls that backward passes have.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -44,18 +45,36 @@ def whose() -> Any:
     return variable if isinstance(variable, torch.nn.Parameter) else None
 
 
-class Call(NamedTuple):
-    """What an all-reduce or reduce-scatter of one place in the program has in common from step to step.
+class Origin:
+    """Whose gradients a call carries: what `whose` returned, which it does not keep alive."""
 
-    owner: the number of FSDP2's parameter group; -1 if it is not FSDP2's.
-    """
+    def __init__(self, of: Any) -> None:
+        self._tensor = isinstance(of, torch.Tensor)
+        self._key = of._cdata if self._tensor else id(of)
+        self._ref: Any = torch._C._WeakTensorRef(of) if self._tensor else weakref.ref(of)
+
+    @classmethod
+    def of(cls, found: Any) -> "Origin | None":
+        """None: it is not known."""
+        return None if found is AT_END else cls(found)
+
+    @property
+    def gone(self) -> bool:
+        return bool(self._ref.expired()) if self._tensor else self._ref() is None
+
+    def same(self, new: "Origin") -> bool:
+        """new: of a call that has just come."""
+        return self._key == new._key and not self.gone
+
+
+class Call(NamedTuple):
+    """What an all-reduce or reduce-scatter of one place in the program has in common from step to step."""
 
     numel: int
     dtype: torch.dtype
     device: torch.device
     average: bool
     scatters: bool = False
-    owner: int = -1
 
     def __str__(self) -> str:
         what = f"{'an average' if self.average else 'a sum'} of {self.numel} x {str(self.dtype)[6:]}"
@@ -94,11 +113,13 @@ class Program:
     State the all-reduces, and an object each the reduce-scatters. known: it compresses.
 
     fixed: its tensors stay where they are, as DDP's buckets do, and so tell its passes from those of other
-    models. Otherwise only order and size do. All ranks agree on it.
+    models. All ranks agree on it. Otherwise order, size and origins do.
     """
 
-    def __init__(self, calls: list[Call], places: list[Place], last: int) -> None:
-        self.calls, self.places = calls, places
+    def __init__(
+        self, calls: list[Call], places: list[Place], origins: list[Origin | None], last: int
+    ) -> None:
+        self.calls, self.places, self.origins = calls, places, origins
         self.last = last  # the number of the last pass that had these calls, until they have a State
         self.fixed = self.known = False
         self.state: State | None = None
@@ -127,18 +148,42 @@ class Program:
         """What its calls are called together."""
         return "calls" if self.scatters else "all-reduces"
 
-    def likeness(self, places: Sequence[Place]) -> Likeness:
-        each = [
-            Likeness.MOVED if old.freed else Likeness.SAME if old.address == new.address else Likeness.OTHER
-            for old, new in zip(self.places, places, strict=True)
-        ]
-        return min(each)
+    def likeness(self, places: Sequence[Place], origins: Sequence[Origin | None]) -> Likeness:
+        return min(map(self._likeness, self.places, places, self.origins, origins))
 
-    def fits(self, index: int, call: Call, tensor: torch.Tensor) -> bool:
+    def _likeness(self, old: Place, new: Place, mine: Origin | None, its: Origin | None) -> Likeness:
+        if not old.freed and old.address == new.address:
+            return Likeness.SAME
+        if mine is not None and its is not None:
+            return Likeness.MOVED if mine.same(its) else Likeness.OTHER
+        # Buckets that are learnt stay. Other ones that follow them are another model's.
+        return Likeness.MOVED if old.freed and not (self.known and self.fixed) else Likeness.OTHER
+
+    def fits(self, index: int, call: Call, tensor: torch.Tensor, origin: Origin | None) -> bool:
         """Whether this may be its call number `index`. The same on all ranks."""
         if index >= len(self.calls) or self.calls[index] != call:
             return False
-        return not self.fixed or self.places[index].holds(tensor)
+        if self.places[index].holds(tensor):
+            return True
+        mine = self.origins[index]
+        return not self.fixed and (mine is None or origin is None or mine.same(origin))
+
+    def apart(self, origins: Sequence[Origin | None]) -> bool:
+        """Whether its passes can be told from those with these origins by their first call."""
+        mine, its = self.origins[0], origins[0]
+        return mine is not None and its is not None and not mine.same(its)
+
+    @property
+    def gone(self) -> bool:
+        """Whether its model no longer exists, so that it cannot come again."""
+        if any(self.origins):
+            return all(o.gone for o in self.origins if o is not None)
+        return self.fixed and all(place.freed for place in self.places)
+
+    def close(self) -> None:
+        """Frees what compresses it."""
+        if self.state is not None and self.state._engine.step:  # otherwise it has made nothing
+            self.state.close()
 
 
 class Door:
@@ -178,12 +223,13 @@ class Passes:
     def __init__(
         self,
         learn: Callable[[Program], None],
+        forget: Callable[[Program], None],
         least: Callable[[list[int], torch.device], list[int]],
         warn: Callable[[str, str], None],
     ) -> None:
-        """learn: makes what compresses a program. least: the least that any rank says; all ranks call it.
-        warn: takes a topic and a text."""
-        self._learn, self._least, self._warn = learn, least, warn
+        """learn: makes what compresses a program. forget: frees it. least: the least that any rank says; all
+        ranks call it. warn: takes a topic and a text."""
+        self._learn, self._forget, self._least, self._warn = learn, forget, least, warn
         self.programs: list[Program] = []
         self._active: Program | None = None  # what the pass in progress has been so far
         self._stopped = False  # the pass in progress is no longer the active program's
@@ -193,6 +239,7 @@ class Passes:
     def _clear(self) -> None:
         self._calls: list[Call] = []
         self._places: list[Place] = []
+        self._origins: list[Origin | None] = []
         self._active = None
 
     @property
@@ -200,17 +247,18 @@ class Passes:
         """The number of calls that the pass in progress has had."""
         return len(self._calls)
 
-    def note(self, call: Call, tensor: torch.Tensor) -> tuple[Program, int] | None:
+    def note(self, call: Call, tensor: torch.Tensor, origin: Origin | None) -> tuple[Program, int] | None:
         """Counts a call of the pass in progress. Returns the program whose call it is, and the call's number,
         if it is to be compressed."""
         index = self.begun
         if index == 0:
             self.let_go(wait=True)
-            self._active = self._choose(call, tensor)
+            self._active = self._choose(call, tensor, origin)
         program = self._active
-        fits = program is not None and program.fits(index, call, tensor)
+        fits = program is not None and program.fits(index, call, tensor, origin)
         self._calls.append(call)
         self._places.append(Place.of(tensor))
+        self._origins.append(origin)
         if program is None:
             return None
         if not fits:
@@ -222,10 +270,10 @@ class Passes:
         """An error has ended the use of the active program in this pass."""
         self._active = None
 
-    def _choose(self, call: Call, tensor: torch.Tensor) -> Program | None:
+    def _choose(self, call: Call, tensor: torch.Tensor, origin: Origin | None) -> Program | None:
         """Returns the only known program that begins with this call. All ranks must choose the same one, so
         nothing counts here that is not the same on all, such as whether a tensor has been freed already."""
-        found = [p for p in self.programs if p.fits(0, call, tensor)]
+        found = [p for p in self.programs if p.fits(0, call, tensor, origin)]
         possible = [p for p in found if p.fixed] or found
         if len(possible) > 1 and any(p.known for p in possible):
             self._warn(
@@ -276,16 +324,22 @@ class Passes:
             return  # it has said that it gives up
         self._passes += 1
         self.programs = [p for p in self.programs if p.known or p.last > self._passes - _MEMORY]
-        alike = [p for p in self.programs if p.calls == self._calls and not (p.known and p.fixed)]
+        alike = [p for p in self.programs if p.calls == self._calls]
         alike.sort(key=lambda p: not p.known)
-        # One rank may have freed a tensor that another one still has.
-        mine: list[int] = [p.likeness(self._places) for p in alike]
-        likeness = [Likeness(x) for x in self._least(mine, self._calls[0].device)] if mine else []
+        learnt = [p for p in self.programs if p.known]
+        # One rank may have freed a tensor, or a model, that another one still has.
+        mine = [int(p.likeness(self._places, self._origins)) for p in alike] + [int(p.gone) for p in learnt]
+        told = self._least(mine, self._calls[0].device) if alike else [0] * len(mine)
+        likeness = [Likeness(x) for x in told[: len(alike)]]
         best = max(likeness, default=Likeness.OTHER)
         if best is Likeness.OTHER:
-            self.programs.append(Program(self._calls, self._places, self._passes))
+            self.programs.append(Program(self._calls, self._places, self._origins, self._passes))
         else:
             self._came_again(alike, likeness, best)
+        for program, gone in zip(learnt, told[len(alike) :], strict=True):
+            if gone:
+                self.programs.remove(program)
+                self._forget(program)
         if self._passes == PATIENCE and not any(p.known for p in self.programs):
             self._warn(
                 "nothing",
@@ -297,8 +351,10 @@ class Passes:
         """Learns from a pass that had the calls of earlier ones. alike: their programs, the known ones first;
         best: the greatest likeness."""
         found = alike[likeness.index(best)]
-        found.places, found.last, found.fixed = self._places, self._passes, best is Likeness.SAME
-        if not found.known and (found.fixed or not alike[0].known):
+        rivals = [p for p in alike if p.known and not p.fixed and not p.apart(self._origins)]
+        found.places, found.origins = self._places, self._origins
+        found.last, found.fixed = self._passes, best is Likeness.SAME
+        if not found.known and (found.fixed or not rivals):
             self._learn(found)
         # Two programs with the same calls, neither of them fixed, can never be told apart. They are one if no
         # tensor of either is left: an exchange may let go of a tensor only after the next pass has begun.

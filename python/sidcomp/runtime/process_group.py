@@ -39,7 +39,7 @@ def _inner_config(group: dist.ProcessGroup) -> str | None:
 
 def _backend_of(group: dist.ProcessGroup) -> str:
     if (inner := _inner_config(group)) is not None:
-        return "gloo" if inner == "cpu:gloo" else inner
+        return "gloo" if all(one.endswith(":gloo") for one in inner.split(",")) else inner
     name = str(dist.get_backend(group))
     return name if name in ("gloo", "nccl") else str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
 
