@@ -72,12 +72,15 @@ def group() -> Any:
     return dist.group.WORLD
 
 
-def train(model: nn.Module, rank: int, steps: int = STEPS) -> list[float]:
+def train(model: nn.Module, rank: int, steps: int = STEPS, after: Any = None) -> list[float]:
+    """after: what the program does after backward()."""
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
         sgd.zero_grad()
         losses.append(backward(model, rank, step))
+        if after is not None:
+            after(model)
         sgd.step()
     return losses
 
@@ -320,29 +323,32 @@ def test_gradients_of_activations_stay_exact_and_it_says_so(kind: str) -> None:
         assert said.count("leaves a backward pass's all-reduces and reduce-scatters exact") == (rank == 0)
 
 
-def hooked(module: nn.Module, kind: str) -> None:
-    """Averages gradients in hooks, as programs without DDP do."""
+def average(grad: torch.Tensor) -> None:
+    dist.all_reduce(grad)
+    grad.div_(dist.get_world_size())
+
+
+def average_flat(module: nn.Module) -> None:
+    """Averages all gradients in one vector, as many programs without DDP do."""
     own = list(module.parameters())
+    average(whole := torch.cat([p.grad.flatten() for p in own]))
+    for p, part in zip(own, whole.split([p.numel() for p in own]), strict=True):
+        p.grad.copy_(part.view_as(p))
 
-    def average(grad: torch.Tensor) -> None:
-        dist.all_reduce(grad)
-        grad.div_(dist.get_world_size())
 
-    def flat() -> None:
-        average(whole := torch.cat([p.grad.flatten() for p in own]))
-        for p, part in zip(own, whole.split([p.numel() for p in own]), strict=True):
-            p.grad.copy_(part.view_as(p))
-
+def hooked(module: nn.Module, kind: str) -> None:
+    """Averages gradients in hooks."""
+    own = list(module.parameters())
     came: list[nn.Parameter] = []
 
     def count(p: nn.Parameter) -> None:
         came.append(p)
         if kind == "at the end" and len(came) == 1:
-            torch.autograd.Variable._execution_engine.queue_callback(flat)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: average_flat(module))
         if len(came) == len(own):
             came.clear()
             if kind == "flat":
-                flat()
+                average_flat(module)
 
     for p in own:
         if kind == "tensor":
@@ -392,6 +398,88 @@ def test_gradients_of_parameters_are_compressed(kind: str) -> None:
         assert in_time(sum(steps))
 
 
+# ---- gradients that are all-reduced after backward()
+
+
+def exactly(rank: int, world: int, kind: str) -> None:
+    """All-reduces something else than gradients."""
+    if kind not in ("others", "same"):
+        return
+    x = torch.full((len(flat(network())) + (kind == "others"),), 1.0 + rank)
+    dist.all_reduce(x)
+    assert torch.equal(x, torch.full_like(x, world * (world + 1) / 2))
+
+
+def after_backward(rank: int, world: int, kind: str) -> Any:
+    """A program that averages gradients itself, before the optimizer's step."""
+    model, second = network(), network(1, 50)
+    sgd, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, second))
+    said = io.StringIO()
+    with redirect_stderr(said), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            exactly(rank, world, kind)
+            sgd.zero_grad(set_to_none=kind != "kept")
+            backward(model, rank, step)
+            exactly(rank, world, kind)  # in the forward pass of another micro-batch
+            if kind in ("others", "same"):
+                backward(model, rank, step)
+            if kind == "each":
+                for p in model.parameters():
+                    average(p.grad)
+            else:
+                average_flat(model)
+            if kind != "scaler" or step not in (0, 1, 8):  # whose scale was too large
+                sgd.step()
+            if kind == "two":
+                other.zero_grad()
+                backward(second, rank, step)
+                average_flat(second)
+                other.step()
+            exactly(rank, world, kind)
+    assert alike(model) and alike(second)
+    texts = [str(w.message) for w in caught if issubclass(w.category, sidcomp.SidcompWarning)]
+    return flat(model), steps_of(), said.getvalue(), texts
+
+
+@pytest.mark.parametrize("kind", ["flat", "kept", "each", "two", "scaler", "others", "same"])
+def test_what_is_all_reduced_after_backward_is_compressed_where_asked(kind: str) -> None:
+    backend = partial(compressing, "topk", density=0.05, outside=True)
+    for rank, (_, steps, said, texts) in enumerate(run(after_backward, 2, kind, backend=backend)):
+        late, models = 2 * (kind == "scaler"), {"two": 2, "same": 0}.get(kind, 1)
+        assert steps == [STEPS - 2 - late] * models, steps
+        assert ("all-reduces after each backward pass" in said) == (rank == 0 and models > 0)
+        assert not texts
+
+
+@pytest.mark.parametrize("kind", ["flat", "each", "others"])
+def test_what_is_all_reduced_after_backward_is_exact_and_it_says_so(kind: str) -> None:
+    plain = run(after_backward, 2, kind)
+    ours = run(after_backward, 2, kind, backend=partial(compressing, "topk", density=0.05))
+    for rank, ((theirs, *_), (mine, steps, _, texts)) in enumerate(zip(plain, ours, strict=True)):
+        assert torch.equal(theirs, mine) and not steps
+        assert len(texts) == (rank == 0)
+        assert not texts or "add outside=True to SIDCOMP" in texts[0]
+
+
+def with_metrics(rank: int, world: int) -> list[str]:
+    """DDP, and what a program all-reduces in each step beside it: a loss, a matrix of confusion."""
+    model = DistributedDataParallel(network(width=200))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        def after(_: nn.Module) -> None:
+            for n in (1, 400):
+                dist.all_reduce(torch.ones(n))
+
+        train(model, rank, STEPS, after)
+    return [str(w.message) for w in caught if issubclass(w.category, sidcomp.SidcompWarning)]
+
+
+def test_metrics_are_not_taken_for_gradients() -> None:
+    assert run(with_metrics, 2, backend=partial(compressing, "topk", density=0.05)) == [[], []]
+
+
 # ---- models that are gone
 
 
@@ -403,7 +491,8 @@ def made(kind: str, seed: int, world: int) -> tuple[nn.Module, Any]:
         return fully_shard(model, mesh=mesh), mesh.get_group("replicate")
     if kind == "ddp":
         return DistributedDataParallel(model), group()
-    hooked(model, kind)
+    if kind != "outside":
+        hooked(model, kind)
     return model, group()
 
 
@@ -412,7 +501,7 @@ def after_others(rank: int, world: int, kind: str, others: int) -> Any:
     counts = []
     for seed in range(3 - others, 4):
         model, replicas = made(kind, seed, world)
-        train(model, rank, 6)
+        train(model, rank, 6, average_flat if kind == "outside" else None)
         mine = flat(model)
         del model
         gc.collect()
@@ -420,9 +509,9 @@ def after_others(rank: int, world: int, kind: str, others: int) -> Any:
     return mine, counts
 
 
-@pytest.mark.parametrize("kind", ["ddp", "hsdp", "accumulated"])
+@pytest.mark.parametrize("kind", ["ddp", "hsdp", "accumulated", "outside"])
 def test_a_model_inherits_nothing_of_those_that_are_gone(kind: str) -> None:
-    backend = partial(compressing, "topk", density=0.05)
+    backend = partial(compressing, "topk", density=0.05, outside=kind == "outside")
     alone = run(after_others, 2, kind, 0, backend=backend)
     after = run(after_others, 2, kind, 3, backend=backend)
     for (theirs, _), (mine, counts) in zip(alone, after, strict=True):
@@ -540,7 +629,7 @@ def at_end(function: Any) -> None:
 
 
 def steps_of(to: Any = None) -> list[int]:
-    return [p.state.stats()["steps"] for p in (to or group()).programs if p.state is not None]
+    return [p.state.stats()["steps"] for p in getattr(to or group(), "programs", []) if p.state is not None]
 
 
 def conserved(rank: int, world: int) -> float:
@@ -880,6 +969,7 @@ def test_the_environment_variable() -> None:
     for text, said in (
         ("topk:density=0.05,values=log4,min_bytes=1KB", "topk density=0.05 values=log4"),
         ("preset:redsync,density=0.02,min_bytes=1KB,full_every=0", "redsync density=0.02"),
+        ("topk:outside=True,min_bytes=1KB", "topk"),
         ("off", None),
     ):
         for states in run(from_environment, 2, backend=partial(environment, text)):

@@ -61,7 +61,8 @@ class Coding(NamedTuple):
 @dataclass(frozen=True)
 class Configuration:
     """codec: None for State's default, or "off"; arguments: of State; groups: names of mesh dimensions whose
-    groups compress, None for the usual ones; min_bytes: smaller tensors pass uncompressed."""
+    groups compress, None for the usual ones; min_bytes: smaller tensors pass uncompressed; outside: also
+    all-reduces between a backward pass and the optimizer's step are compressed."""
 
     codec: str | None
     arguments: dict[str, Any]
@@ -69,6 +70,7 @@ class Configuration:
     min_bytes: int
     reduce_scatter: Coding | None = None
     all_gather: Coding | None = None
+    outside: bool = False
 
     def state(self, process_group: dist.ProcessGroup | None = None) -> State:
         made = State(self.codec, process_group=process_group, **self.arguments)
@@ -80,7 +82,7 @@ class Configuration:
         """What all ranks must have in common: each line a setting and its value."""
         own = {} if self.codec == "off" else self.state().settings.saved()
         own = {"codec": "off", **own, "groups": sorted(self.groups or ()) or "the usual ones"}
-        for name in ("min_bytes", "reduce_scatter", "all_gather"):
+        for name in ("min_bytes", "reduce_scatter", "all_gather", "outside"):
             own[name] = getattr(self, name)
         return [f"{name} {value}" for name, value in own.items()]
 
@@ -103,6 +105,7 @@ def configure(
     min_bytes: int = 64 * 2**10,
     reduce_scatter: str | None = None,
     all_gather: str | None = None,
+    outside: bool = False,
     **arguments: Any,
 ) -> None:
     """Chooses what the backend "sidcomp" compresses, and how. Call it before init_process_group: it holds for
@@ -126,8 +129,10 @@ def configure(
                         takes 4 bytes for each element of the whole model on every rank
     all_gather          [None] a dense or quantized codec for FSDP2's all-gathers of parameters in forward and
                         backward passes, such as "int8" or "int8:exclude=1-D"
+    outside             [False] compress also what the program all-reduces after backward() and before the
+                        optimizer's step, such as gradients that it flattens itself
 
-    Both are for tensors on the CPU so far, and all_gather needs PyTorch 2.13.
+    reduce_scatter and all_gather are for tensors on the CPU so far, and all_gather needs PyTorch 2.13.
 
     Raises ArgumentError or ParameterError, which say what to change.
     """
@@ -136,7 +141,7 @@ def configure(
     names = tuple(given) if is_list(given) else None
     if given is not None and (names is None or not all(isinstance(name, str) for name in names)):
         raise ArgumentError(f"groups={groups!r}: give a list of names of process groups, such as ['dp']")
-    _configured = configuration_of(codec, names, min_bytes, arguments, reduce_scatter, all_gather)
+    _configured = configuration_of(codec, names, min_bytes, arguments, reduce_scatter, all_gather, outside)
 
 
 def configuration_of(
@@ -146,9 +151,12 @@ def configuration_of(
     arguments: dict[str, Any],
     reduce_scatter: str | None,
     all_gather: str | None,
+    outside: bool,
 ) -> Configuration:
     if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
         raise ArgumentError(f"min_bytes={min_bytes!r}: give a number of bytes, at least 0")
+    if not isinstance(outside, bool):
+        raise ArgumentError(f"outside={outside!r}: give True or False")
     if "process_group" in arguments:
         raise ArgumentError("process_group: the backend compresses on the group that it is; leave it out")
     chosen = Configuration(
@@ -158,11 +166,12 @@ def configuration_of(
         min_bytes,
         _coding("reduce_scatter", reduce_scatter),
         _coding("all_gather", all_gather),
+        outside,
     )
-    if codec == "off" and (chosen.reduce_scatter or chosen.all_gather):
+    if codec == "off" and (chosen.reduce_scatter or chosen.all_gather or outside):
         raise ArgumentError(
-            "codec 'off' compresses nothing: leave reduce_scatter and all_gather out, or take the codec "
-            "'none', which leaves all-reduces as they are"
+            "codec 'off' compresses nothing: leave reduce_scatter, all_gather and outside out, or take the "
+            "codec 'none', which leaves all-reduces as they are"
         )
     if codec != "off":
         settings = chosen.state().settings  # raises here, not in backward(), what is wrong with it
@@ -240,8 +249,9 @@ def current() -> Configuration:
         codec, arguments = specification.parse(text)
         groups = tuple(str(arguments.pop("only")).split("+")) if "only" in arguments else None
         min_bytes = _bytes(arguments.pop("min_bytes", "64KB"))
-        others = [arguments.pop(name, None) for name in ("reduce_scatter", "all_gather")]
-        return configuration_of(codec, groups, min_bytes, arguments, *others)
+        scatter, gather = (arguments.pop(name, None) for name in ("reduce_scatter", "all_gather"))
+        outside = arguments.pop("outside", False)
+        return configuration_of(codec, groups, min_bytes, arguments, scatter, gather, outside)
     except (ArgumentError, ParameterError) as e:
         raise type(e)(f"environment variable {VARIABLE}={text!r}: {e}") from e
 

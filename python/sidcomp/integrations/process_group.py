@@ -28,8 +28,10 @@ from torch._C._distributed_c10d import PrefixStore
 
 from sidcomp import notices
 from sidcomp.config import accuracy as accuracy_of
+from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, UnsupportedError
 from sidcomp.integrations import parameter_groups
+from sidcomp.integrations.after_backward import AfterBackward
 from sidcomp.integrations.agreement import check_same
 from sidcomp.integrations.all_gather import AllGather
 from sidcomp.integrations.backend_configuration import (
@@ -105,7 +107,12 @@ class ProcessGroup(dist.ProcessGroup):
         self._trained: set[int] = set()
         self._unfollowed: Unfollowed | None = None
         self._settled = False  # all ranks have the same settings
-        self._passes = Passes(self._learn, self._forget, self._least, self._warn)
+        callbacks = self._learn, self._forget, self._least, self._warn
+        self._passes = Passes(*callbacks)
+        asked = configuration.outside
+        self._after = AfterBackward(
+            *callbacks, asked=asked, tell=self._tell_of_outside, stepping=self._stepping
+        )
         self._task = -1  # autograd's number of the backward pass in progress
         parameter_groups.watch()
         for name in ("cpu", "cuda"):
@@ -151,41 +158,52 @@ class ProcessGroup(dist.ProcessGroup):
         if self._passes_by(self._compresses) or not isinstance(tensors, list) or len(tensors) != 1:
             return None
         x = tensors[0]
-        what = arguments[0] if arguments else named.get("opts", named.get("op"))
-        average = self._reduces(x, what, self._allowed)
-        if average is None or self._compresses is False:
+        average = self._averages(x, arguments[0] if arguments else named.get("opts", named.get("op")))
+        if average is None or not self._of_gradient(x):
             return None
-        if x.nbytes < max(1, self.configuration.min_bytes):
+        self._settle(x.device)
+        if self._compresses is False:
+            return None
+        if x.nbytes < self._least_bytes:
             self._small("all-reduces")
             return None
-        _watch.over = True
+        inside = torch._C._current_graph_task_id() != -1
+        _watch.over = _watch.over or inside
         if not x.is_contiguous():
             self._warn("not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed")
             return None
-        if not self._allowed():
+        if not self._allowed() or (self._after.over and not inside):
             return None
         return Call(x.numel(), x.dtype, x.device, average)
 
-    def _reduces(self, x: torch.Tensor, what: Any, allowed: Callable[[], bool]) -> bool | None:
-        """Returns whether a call averages; None: it does not reduce a gradient. what: the call's options.
-        allowed: whether this group compresses such calls."""
+    def _averages(self, x: torch.Tensor, what: Any) -> bool | None:
+        """Returns whether a call averages; None: it reduces no gradient. what: the call's options."""
         if (
             self.size() == 1
             or x.dtype not in (torch.float32, torch.float16, torch.bfloat16)
             or x.layout is not torch.strided
             or x.device.type not in ("cpu", "cuda")
-            or torch._C._current_graph_task_id() == -1
         ):
             return None
         op = getattr(what, "reduceOp", what)
         average = bool(op == dist.ReduceOp.AVG)
-        if not average and op is not None and op != dist.ReduceOp.SUM:
-            return None
-        if whose() is None:
-            self._leave(x, allowed)
-            return None
-        self._settle(x.device)
-        return average
+        return average if average or op is None or op == dist.ReduceOp.SUM else None
+
+    def _of_gradient(self, x: torch.Tensor) -> bool:
+        """Whether an all-reduce may be that of gradients of parameters. The same on all ranks, whatever their
+        settings are."""
+        if torch._C._current_graph_task_id() != -1:
+            known = whose() is not None
+            if not known:
+                self._leave(x, self._allowed)
+            return known
+        if self._settled and (self._after.over or x.nbytes < self._least_bytes):
+            return False
+        return self._after.begin()
+
+    @property
+    def _least_bytes(self) -> int:
+        return max(1, self.configuration.min_bytes)
 
     def _passes_by(self, compresses: bool | None) -> bool:
         """Whether no call of this kind is compressed, and the other ranks know."""
@@ -200,7 +218,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _leave(self, x: torch.Tensor, allowed: Callable[[], bool]) -> None:
         """Says once that a call of a backward pass passes untouched, if it would else be compressed."""
-        if x.nbytes < max(1, self.configuration.min_bytes) or not allowed():
+        if x.nbytes < self._least_bytes or not allowed():
             return
         self._say(
             "exact",
@@ -267,7 +285,7 @@ class ProcessGroup(dist.ProcessGroup):
         except Exception as e:
             engine.report(e)
             engine.abandon(e)
-            self._passes.give_up()
+            (self._passes if program in self._passes.programs else self._after).give_up()
             raise
         return Reducing(future, tensor, call.device.type != "cpu")
 
@@ -278,11 +296,14 @@ class ProcessGroup(dist.ProcessGroup):
         """Returns the Work of a compressed reduce-scatter, or None if it passes untouched."""
         if self._passes_by(self._compresses_shards):
             return None
-        what = arguments[0] if arguments else named.get("opts", named.get("op"))
         asked = self.configuration.reduce_scatter is not None
-        average = self._reduces(x, what, self._allowed_shards if asked else lambda: False)
-        if average is None:
+        average = self._averages(x, arguments[0] if arguments else named.get("opts", named.get("op")))
+        if average is None or torch._C._current_graph_task_id() == -1:
             return None
+        if whose() is None:
+            self._leave(x, self._allowed_shards if asked else lambda: False)
+            return None
+        self._settle(x.device)
         if not asked:
             _watch.met(
                 "the model is sharded, so its gradients are reduce-scattered, and the backend compresses "
@@ -297,7 +318,7 @@ class ProcessGroup(dist.ProcessGroup):
             or output.numel() * self.size() != x.numel()
         ):
             return None
-        if x.nbytes < max(1, self.configuration.min_bytes):
+        if x.nbytes < self._least_bytes:
             self._small("reduce-scatters")
             return None
         _watch.over = True
@@ -350,7 +371,7 @@ class ProcessGroup(dist.ProcessGroup):
             self._settle(x.device)
         if (
             coding is None
-            or output.nbytes < max(1, self.configuration.min_bytes)
+            or output.nbytes < self._least_bytes
             or output.dtype != x.dtype
             or not (output.is_contiguous() and x.is_contiguous())
         ):
@@ -392,13 +413,15 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def programs(self) -> list[Program]:
-        """The lists of calls that backward passes have had."""
-        return self._passes.programs
+        """The lists of calls that backward passes have had, and then those of what followed such passes."""
+        return self._passes.programs + self._after.programs
 
     def _note(self, call: Call, tensor: torch.Tensor) -> tuple[Program, int] | None:
-        """Counts a call of the backward pass in progress. Returns the program whose call it is, and the
-        call's number, if it is to be compressed."""
+        """Counts a call. Returns the program whose call it is, and the call's number, if it is to be
+        compressed."""
         task = torch._C._current_graph_task_id()
+        if task == -1:
+            return self._after.note(call, tensor, None)
         if task != self._task:
             self._end()  # a backward pass that failed has not said that it ended
             self._task = task
@@ -431,6 +454,24 @@ class ProcessGroup(dist.ProcessGroup):
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         self.inner.allreduce([least], options).wait()
         return [int(x) for x in least.tolist()]
+
+    # ---- between a backward pass and a step
+    # ------------------------------------------------------------------------------------------------
+
+    def _tell_of_outside(self, program: Program) -> None:
+        size = sum(call.numel * call.dtype.itemsize for call in program.calls)
+        if self._allowed():
+            self._warn(
+                "outside",
+                f"passes {len(program.calls)} all-reduces ({size / 1e6:.2f} MB) between backward() and each "
+                "step of the optimizer uncompressed: if they carry gradients, add outside=True to SIDCOMP, "
+                "or give it to configure() or process_group()",
+            )
+
+    def _stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step on gradients that were compressed after backward()."""
+        if self._costs is not None and adaptive(optimizer):
+            self._unsuited(optimizer)
 
     # ---- Adam
     # ------------------------------------------------------------------------------------------------
@@ -495,10 +536,11 @@ class ProcessGroup(dist.ProcessGroup):
         sent = sum(g.bytes_sent for g in groups)
         calls = [program.calls[i] for i in program.buckets]
         dense = sum(c.numel * c.dtype.itemsize for c in calls)
+        where = "of" if program in self._passes.programs else "after"
         notices.say(
-            f"process group {self.group_desc!r} compresses {len(calls)} all-reduces of each backward pass "
-            f"({dense / 1e6:.1f} MB) with {groups[0].plan.codec}: {sent / 1e6:.2f} MB, 1/{dense / sent:.0f} "
-            f"of it. All else passes untouched to {self.inner_config}.",
+            f"process group {self.group_desc!r} compresses {len(calls)} all-reduces {where} each backward "
+            f"pass ({dense / 1e6:.1f} MB) with {groups[0].plan.codec}: {sent / 1e6:.2f} MB, "
+            f"1/{dense / sent:.0f} of it. All else passes untouched to {self.inner_config}.",
             self.rank(),
         )
 
@@ -598,6 +640,7 @@ def process_group(
     min_bytes: int = 64 * 2**10,
     reduce_scatter: str | None = None,
     all_gather: str | None = None,
+    outside: bool = False,
     **arguments: Any,
 ) -> ProcessGroup:
     """Returns a process group over the ranks of `inner` that compresses gradients as the backend "sidcomp"
@@ -606,14 +649,14 @@ def process_group(
         compressing = sidcomp.process_group(group, "topk", density=0.05)
         ddp = DistributedDataParallel(module, process_group=compressing)
 
-    inner: any process group, of any backend, of which this rank is a member. codec, min_bytes,
-    reduce_scatter, all_gather, arguments: as in `configure`, which it does not read, and neither does it read
-    SIDCOMP. Raises ArgumentError or ParameterError.
+    inner: any process group, of any backend, of which this rank is a member. The other arguments are those of
+    `configure`, which it does not read, and neither does it read SIDCOMP. Raises ArgumentError or
+    ParameterError.
     """
     global _given
     if not isinstance(inner, dist.ProcessGroup):
         raise ArgumentError(f"inner={inner!r}: give a process group of which this rank is a member")
-    configuration = configuration_of(codec, (), min_bytes, arguments, reduce_scatter, all_gather)
+    configuration = configuration_of(codec, (), min_bytes, arguments, reduce_scatter, all_gather, outside)
     _given = inner, configuration
     try:
         made = dist.new_group(

@@ -26,6 +26,7 @@ PATIENCE = 20  # passes without two that are equal, after which a line says that
 AT_END = object()  # of what a pass all-reduces at its end, where all gradients have been accumulated
 
 _node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+_weak: Any = getattr(torch._C, "_WeakTensorRef")  # noqa: B009  # torch's stubs lack it
 
 
 def whose() -> Any:
@@ -51,7 +52,7 @@ class Origin:
     def __init__(self, of: Any) -> None:
         self._tensor = isinstance(of, torch.Tensor)
         self._key = of._cdata if self._tensor else id(of)
-        self._ref: Any = torch._C._WeakTensorRef(of) if self._tensor else weakref.ref(of)
+        self._ref: Any = _weak(of) if self._tensor else weakref.ref(of)
 
     @classmethod
     def of(cls, found: Any) -> "Origin | None":
@@ -127,6 +128,9 @@ class Program:
         self.scatters: dict[int, ReduceScatter] = {}  # by the number of the call
         self.steps = 0
         self.holds = False  # the engine still holds the tensors of the last pass
+        # Of calls after a backward pass:
+        self.followed = False  # by another backward pass, not by a step
+        self.witness: Any = None  # tells whether its model has had a backward pass
 
     def learn(self, configuration: Configuration, group: dist.ProcessGroup, number: int) -> int:
         """Makes what compresses it. number: for the next reduce-scatter. Returns the one after."""
@@ -220,6 +224,8 @@ class Door:
 class Passes:
     """The lists of calls of a process group's backward passes, and the pass in progress."""
 
+    where = "a backward pass"
+
     def __init__(
         self,
         learn: Callable[[Program], None],
@@ -262,7 +268,7 @@ class Passes:
         if program is None:
             return None
         if not fits:
-            self._stop(f"call {index} of a backward pass is {call}, not the one of earlier passes")
+            self._stop(f"call {index} of {self.where} is {call}, not the one of earlier passes")
             return None
         return program, index
 
@@ -273,7 +279,7 @@ class Passes:
     def _choose(self, call: Call, tensor: torch.Tensor, origin: Origin | None) -> Program | None:
         """Returns the only known program that begins with this call. All ranks must choose the same one, so
         nothing counts here that is not the same on all, such as whether a tensor has been freed already."""
-        found = [p for p in self.programs if p.fits(0, call, tensor, origin)]
+        found = [p for p in self.programs if self._fits(p, call, tensor, origin)]
         possible = [p for p in found if p.fixed] or found
         if len(possible) > 1 and any(p.known for p in possible):
             self._warn(
@@ -282,6 +288,9 @@ class Passes:
                 "each model a process group of its own",
             )
         return possible[0] if len(possible) == 1 and possible[0].known else None
+
+    def _fits(self, program: Program, call: Call, tensor: torch.Tensor, origin: Origin | None) -> bool:
+        return program.fits(0, call, tensor, origin)
 
     def let_go(self, wait: bool = False) -> None:
         """Drops the tensors of the last pass, which tell by being freed that their calls have others now."""
@@ -301,7 +310,7 @@ class Passes:
         if program.state is not None:
             program.state._engine.end_early()
         self._stopped = True
-        self._warn("different", f"sends the rest of a backward pass uncompressed: {why}")
+        self._warn("different", f"sends the rest of {self.where} uncompressed: {why}")
 
     def end(self) -> Program | None:
         """A pass has ended. Returns the program that has compressed all of it."""
@@ -341,11 +350,18 @@ class Passes:
                 self.programs.remove(program)
                 self._forget(program)
         if self._passes == PATIENCE and not any(p.known for p in self.programs):
-            self._warn(
-                "nothing",
-                f"has compressed nothing in {PATIENCE} backward passes, because no two of them had the same "
-                "all-reduces, and gives up: sidcomp.register or sidcomp.fsdp.compress know the model",
-            )
+            self._in_vain()
+
+    def _in_vain(self) -> None:
+        self._warn(
+            "nothing",
+            f"has compressed nothing in {PATIENCE} backward passes, because no two of them had the same "
+            "all-reduces, and gives up: sidcomp.register or sidcomp.fsdp.compress know the model",
+        )
+
+    def _made(self, program: Program) -> None:
+        """The program has been learnt."""
+        self._learn(program)
 
     def _came_again(self, alike: list[Program], likeness: list[Likeness], best: Likeness) -> None:
         """Learns from a pass that had the calls of earlier ones. alike: their programs, the known ones first;
@@ -355,7 +371,7 @@ class Passes:
         found.places, found.origins = self._places, self._origins
         found.last, found.fixed = self._passes, best is Likeness.SAME
         if not found.known and (found.fixed or not rivals):
-            self._learn(found)
+            self._made(found)
         # Two programs with the same calls, neither of them fixed, can never be told apart. They are one if no
         # tensor of either is left: an exchange may let go of a tensor only after the next pass has begun.
         if not found.fixed:
