@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import re
 import time
 import warnings
 from contextlib import redirect_stderr
@@ -484,13 +485,21 @@ def test_metrics_are_not_taken_for_gradients() -> None:
 
 
 def made(kind: str, seed: int, world: int) -> tuple[nn.Module, Any]:
-    """A model of one size, and the group over which its gradients are averaged."""
+    """A model, and the group over which its gradients are averaged."""
     model = network(seed)
     if kind == "hsdp":
         mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
         return fully_shard(model, mesh=mesh), mesh.get_group("replicate")
-    if kind == "ddp":
+    if kind == "fsdp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (world,))), group()
+    if kind in ("ddp", "turns"):
         return DistributedDataParallel(model), group()
+    if kind == "buckets":
+        return DistributedDataParallel(model, bucket_cap_mb=0.005), group()
+    if kind == "small":  # a bucket of the later ones is smaller than min_bytes
+        return DistributedDataParallel(
+            nn.Sequential(nn.Linear(12, 12), *model), bucket_cap_mb=0.0019
+        ), group()
     if kind != "outside":
         hooked(model, kind)
     return model, group()
@@ -559,6 +568,135 @@ def wrapped_again(rank: int, world: int) -> Any:
 def test_a_module_that_is_wrapped_again_keeps_its_residual() -> None:
     for steps in run(wrapped_again, 2, backend=partial(compressing, "topk", density=0.1)):
         assert max(steps) >= 7, steps
+
+
+# ---- checkpoints
+
+
+def local(p: torch.Tensor) -> torch.Tensor:
+    return (p.to_local() if isinstance(p, DTensor) else p).detach()
+
+
+def with_checkpoint(rank: int, world: int, kind: str, saved: Any, at: int, last: int) -> Any:
+    """Trains to the step `last`. Returns what a checkpoint of the step `at` has. saved: one to begin with."""
+    models = [made(kind, seed, world)[0] for seed in range(2 if kind == "turns" else 1)]
+    replicas = group()
+    if kind == "hsdp":
+        models[0], replicas = made(kind, 0, world)
+    own = [p for model in models for p in model.parameters()]
+    first, checkpoint_ = 0, b""
+    if saved is not None:
+        state = torch.load(io.BytesIO(saved[rank]), weights_only=True)
+        replicas.load_state_dict(state["group"])
+        for p, value in zip(own, state["parameters"], strict=True):
+            local(p).copy_(value)
+        first = at
+    sgd = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for step in range(first, last):
+        for model, one in zip(models, sgd, strict=True):
+            one.zero_grad()
+            backward(model, rank, step)
+            if kind == "outside":
+                average_flat(model)
+            one.step()
+        if step + 1 == at:
+            file = io.BytesIO()
+            torch.save({"group": replicas.state_dict(), "parameters": [local(p).clone() for p in own]}, file)
+            checkpoint_ = file.getvalue()
+    kept = [p for p in replicas.programs if p.known]
+    return checkpoint_, torch.cat([flat(m) for m in models]), len(kept), [p.steps for p in kept]
+
+
+def keeping(kind: str) -> Any:
+    named = {"reduce_scatter": "topk:density=0.1,memory=residual"} if kind == "fsdp" else {}
+    return partial(compressing, "topk", density=0.05, outside=kind == "outside", **named)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "buckets", "turns", "hsdp", "fsdp", "accumulated", "outside"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(kind: str) -> None:
+    whole = run(with_checkpoint, 2, kind, None, 6, 10, backend=keeping(kind))
+    again = run(with_checkpoint, 2, kind, [x[0] for x in whole], 6, 10, backend=keeping(kind))
+    for (_, right, programs, _), (_, mine, same, steps) in zip(whole, again, strict=True):
+        assert torch.equal(right, mine)
+        assert programs == same == (2 if kind == "turns" else 1) and steps == [4] * programs
+
+
+def test_a_residual_waits_for_the_buckets_that_it_is_of() -> None:
+    """DDP's first buckets here hold parameters that the later ones send uncompressed: one pass is exact."""
+    whole = run(with_checkpoint, 2, "small", None, 6, 10, backend=keeping("small"))
+    again = run(with_checkpoint, 2, "small", [x[0] for x in whole], 6, 10, backend=keeping("small"))
+    for _, _, programs, steps in again:
+        assert programs == 1 and steps == [3]
+
+
+def refused(rank: int, world: int, saved: list[bytes]) -> None:
+    """What is wrong with a state is found before anything changes."""
+    replicas = group()
+    good = torch.load(io.BytesIO(saved[rank]), weights_only=True)["group"]
+    other = torch.load(io.BytesIO(saved[1 - rank]), weights_only=True)["group"]
+    (program,) = good["passes"]
+    (name, residual), *_ = program["state"]["residuals"].items()
+    nan = {**program["state"], "residuals": {**program["state"]["residuals"], name: residual * torch.nan}}
+    for wrong, said in (
+        (other, f"state of rank {1 - rank} of 2, and this is rank {rank}"),
+        ({**good, "format": 9}, "no state of a process group"),
+        ({**good, "passes": [{**program, "calls": program["calls"][:-1]}]}, "damaged"),
+        ({**good, "passes": [{**program, "calls": [[-1, "float32", "cpu", False, False]]}]}, "damaged"),
+        ({**good, "passes": [{**program, "state": nan}]}, name),
+        ({**good, "after": good["passes"]}, "outside=True"),
+        ([], "the list of states is empty"),
+        (7, "no state of a process group"),
+    ):
+        with pytest.raises(sidcomp.CheckpointError, match=re.escape(said)):
+            replicas.load_state_dict(wrong)
+        assert not replicas.programs
+    if rank:
+        replicas.load_state_dict(good)
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
+    with pytest.raises(sidcomp.RankError, match=r"rank 0 has .loaded nothing., rank 1 has .loaded 1 "):
+        backward(model, rank, 0)
+
+
+def too_late(rank: int, world: int) -> None:
+    train(DistributedDataParallel(network()), rank, 1)
+    with pytest.raises(sidcomp.SetupError, match="call it before"):
+        group().load_state_dict({})
+
+
+def test_a_wrong_state_is_refused_and_changes_nothing() -> None:
+    saved = [x[0] for x in run(with_checkpoint, 2, "buckets", None, 4, 4, backend=keeping("buckets"))]
+    run(refused, 2, saved, backend=keeping("buckets"))
+    run(too_late, 2, backend=keeping("buckets"))
+
+
+def on_others(rank: int, world: int, saved: list[bytes]) -> torch.Tensor:
+    """The sum of the residuals of all ranks, after loading those of another number of ranks."""
+    states = [torch.load(io.BytesIO(x), weights_only=True)["group"] for x in saved]
+    if len(states) == world:
+        group().load_state_dict(states[rank])
+    else:
+        group().load_state_dict(states)
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
+    backward(model, rank, 0)
+    (program,) = group().programs
+    came = torch.cat([p.grad.flatten() for p in model.parameters()])
+    kept = program.state.state_dict()["residuals"]
+    left = torch.cat([kept[name][0] for name, _ in network().named_parameters()]) / world
+    dist.all_reduce(left)
+    exact = network()
+    backward(exact, rank, 0)
+    mine = torch.cat([p.grad.flatten() for p in exact.parameters()]) / world
+    dist.all_reduce(mine)
+    return came + left - mine  # what the residuals had added to the mean
+
+
+def test_another_number_of_ranks_takes_over_all_residuals() -> None:
+    saved = [x[0] for x in run(with_checkpoint, 2, "buckets", None, 6, 6, backend=keeping("buckets"))]
+    same = run(on_others, 2, saved, backend=keeping("buckets"))
+    more = run(on_others, 3, saved, backend=keeping("buckets"))
+    assert same[0].abs().max() > 1e-3
+    # 3 ranks get the sum of 2 ranks' residuals, of which each has the weight of a rank's gradient.
+    assert torch.allclose(more[0], same[0] * 2 / 3, atol=1e-6)
 
 
 # ---- ranks that were set up differently

@@ -19,7 +19,7 @@ gathers of parameters for forward and backward passes are rounded; FSDP2 itself 
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from torch._C._distributed_c10d import PrefixStore
 from sidcomp import notices
 from sidcomp.config import accuracy as accuracy_of
 from sidcomp.config.accuracy import adaptive
-from sidcomp.errors import ArgumentError, UnsupportedError
-from sidcomp.integrations import parameter_groups
+from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
+from sidcomp.integrations import backend_checkpoint, parameter_groups
 from sidcomp.integrations.after_backward import AfterBackward
 from sidcomp.integrations.agreement import check_same
 from sidcomp.integrations.all_gather import AllGather
@@ -43,6 +43,7 @@ from sidcomp.integrations.backend_configuration import (
     configure,
     current,
 )
+from sidcomp.integrations.ddp_buckets import Holding, Seen, holdings, models_on
 from sidcomp.integrations.recognition import AT_END, PATIENCE, Call, Door, Origin, Passes, Program, whose
 from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.integrations.works import Decoding, Reducing
@@ -107,7 +108,9 @@ class ProcessGroup(dist.ProcessGroup):
         self._trained: set[int] = set()
         self._unfollowed: Unfollowed | None = None
         self._settled = False  # all ranks have the same settings
-        callbacks = self._learn, self._forget, self._least, self._warn
+        self._seen: Seen | None = None  # while loaded programs wait for DDP models
+        self._loaded = "nothing"  # from a checkpoint: what must be the same on all ranks
+        callbacks = self._learn, self._forget, self._least, self._warn, self._holdings
         self._passes = Passes(*callbacks)
         asked = configuration.outside
         self._after = AfterBackward(
@@ -213,7 +216,8 @@ class ProcessGroup(dist.ProcessGroup):
         """Raises RankError on all ranks if they have other settings. Each rank calls it, whatever its own
         are, before the group's first pass that could be compressed."""
         if not self._settled:
-            check_same(self.inner, self.configuration.lines(), device, self.group_desc)
+            lines = [*self.configuration.lines(), f"loaded {self._loaded}"]
+            check_same(self.inner, lines, device, self.group_desc)
             self._settled = True
 
     def _leave(self, x: torch.Tensor, allowed: Callable[[], bool]) -> None:
@@ -270,11 +274,12 @@ class ProcessGroup(dist.ProcessGroup):
         engine = program.state._engine
         try:
             program.state._open()
-            if engine.layout is None:
-                door = program.state._door
+            if not program.formed:
+                door, first = program.state._door, engine.layout is None
                 assert isinstance(door, Door)
                 door.form()
-                self._announce(program)
+                if first:
+                    self._announce(program)
             flat = tensor.detach().view(-1)
             if not call.average:
                 flat.mul_(self.size())  # the engine averages
@@ -434,12 +439,32 @@ class ProcessGroup(dist.ProcessGroup):
             self._stop_looking()
         self._task = -1
         program = self._passes.end()
+        if self._seen is not None and not any(p.loaded and p.pieces for p in self._passes.programs):
+            self._seen.close()
+            self._seen = None
         if program is not None and program.steps == 1 and program.scatters:
             self._announce_scatters(program)
 
     def _learn(self, program: Program) -> None:
         """Makes what compresses a program."""
+        for ddp in models_on(self):
+            held = self._large(holdings(ddp))
+            if [Call(h.numel, h.dtype, h.device, False) for h in held] == program.calls and any(
+                o is None or o.one_of(ddp.parameters()) for o in program.origins
+            ):
+                program.pieces = [h.pieces for h in held]
         self._scattered = program.learn(self.configuration, self, self._scattered)
+
+    def _large(self, held: list[Holding]) -> list[Holding]:
+        """Of a DDP model's buckets those whose all-reduces may be compressed."""
+        least = self._least_bytes
+        return [h for h in held if h.numel * h.dtype.itemsize >= least and h.dtype in DTYPES]
+
+    def _holdings(self, origin: Origin | None) -> list[Holding]:
+        """The buckets of the DDP model whose gradients a call carries, if it is one of this group."""
+        seen = self._seen.items() if self._seen is not None else []
+        own = [held for ddp, held in seen if origin is None or origin.one_of(ddp.parameters())]
+        return self._large(own[0]) if len(own) == 1 else []
 
     def _forget(self, program: Program) -> None:
         """Frees what compressed a model that is gone."""
@@ -454,6 +479,37 @@ class ProcessGroup(dist.ProcessGroup):
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         self.inner.allreduce([least], options).wait()
         return [int(x) for x in least.tolist()]
+
+    # ---- checkpoints
+    # ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has learnt of its passes, with the residuals: tensors and plain types. Each rank
+        saves its own. Call it between two steps."""
+        return backend_checkpoint.save(self)
+
+    def load_state_dict(
+        self, state: "dict[str, Any] | Sequence[dict[str, Any]]", redistribute: str = "sum"
+    ) -> None:
+        """Loads a result of `state_dict`: this rank's own, or a list of those of all old ranks, as
+        `State.load_state_dict` does for another number of ranks. Every rank calls it, before the first
+        backward pass. Its lists of calls are then compressed from their first pass on.
+
+        Raises CheckpointError, and changes nothing, if the state is damaged or is of another rank, or if the
+        settings lack what it needs; SetupError after the first pass.
+        """
+        if self._settled:
+            raise SetupError(
+                "load_state_dict comes after this process group's first backward pass: call it before, on "
+                "every rank"
+            )
+        passes, after = backend_checkpoint.load(self, state, redistribute)
+        self._passes.programs, self._after.programs = passes, after
+        steps = [p.state._engine.step for p in (*passes, *after) if p.state is not None]
+        self._loaded = f"{len(passes)} + {len(after)} lists of calls, at steps {steps}"
+        self._scattered = max((p.number + len(p.scatters) for p in passes), default=0)
+        if self._seen is None and any(p.pieces for p in passes):
+            self._seen = Seen(self)
 
     # ---- between a backward pass and a step
     # ------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ nobody tells the backend which one that is. So it learns the lists of calls that
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -14,9 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sidcomp.errors import SetupError
 from sidcomp.integrations import parameter_groups
 from sidcomp.integrations.backend_configuration import Configuration
+from sidcomp.integrations.ddp_buckets import Holding
 from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.engine import Engine, Model
+from sidcomp.runtime.engine import UNFINISHED, Engine, Model
 from sidcomp.state import State
 
 _MEMORY = 16  # passes for which a list of calls is remembered without having come again
@@ -62,6 +63,9 @@ class Origin:
     @property
     def gone(self) -> bool:
         return bool(self._ref.expired()) if self._tensor else self._ref() is None
+
+    def one_of(self, parameters: Iterable[torch.Tensor]) -> bool:
+        return self._tensor and any(self._key == p._cdata for p in parameters) and not self.gone
 
     def same(self, new: "Origin") -> bool:
         """new: of a call that has just come."""
@@ -122,6 +126,15 @@ class Program:
     ) -> None:
         self.calls, self.places, self.origins = calls, places, origins
         self.last = last  # the number of the last pass that had these calls, until they have a State
+        self.turn = 0  # when it has come last, among all
+        self.number = 0  # of its first reduce-scatter
+        # It is from a checkpoint, and has not come: nothing is known of it but its calls.
+        self.loaded = False
+        # The parameters whose gradients DDP's buckets have, by name, and how many elements; None: not known.
+        self.pieces: list[tuple[tuple[str, int], ...]] | None = None
+        self.formed = False  # the engine has these buckets
+        self._taken: Sequence[Holding] | None = None  # the buckets of its last pass, while it is `loaded`
+        self._stays = False  # and the pass before it had them, too
         self.fixed = self.known = False
         self.state: State | None = None
         self.buckets: dict[int, int] = {}  # of the calls that are all-reduces
@@ -134,7 +147,7 @@ class Program:
 
     def learn(self, configuration: Configuration, group: dist.ProcessGroup, number: int) -> int:
         """Makes what compresses it. number: for the next reduce-scatter. Returns the one after."""
-        self.known = True
+        self.known, self.number = True, number
         for i, call in enumerate(self.calls):
             if call.scatters:
                 assert configuration.reduce_scatter is not None
@@ -152,6 +165,36 @@ class Program:
         """What its calls are called together."""
         return "calls" if self.scatters else "all-reduces"
 
+    def take(self, held: Sequence[Holding]) -> bool:
+        """Takes the present buckets of a DDP model, if they hold the parameters that it is loaded for."""
+        assert self.pieces is not None
+        if sorted(x for h in held for x in h.pieces) != sorted(x for pieces in self.pieces for x in pieces):
+            return False
+        if self._taken != held:
+            self.pieces = [h.pieces for h in held]
+            self.calls = [Call(h.numel, h.dtype, h.device, False) for h in held]
+            self.buckets = {i: i for i in range(len(held))}
+            self.origins = [None] * len(held)
+            self.formed = False
+        self._stays, self._taken = self._taken == held, held
+        return True
+
+    def came(self, places: list[Place], origins: list[Origin | None]) -> None:
+        """A pass has had its calls."""
+        self.steps += 1
+        if self.loaded and (self.pieces is None or self._stays):
+            self.loaded, self._taken = False, None
+            self.places, self.origins = places, origins
+
+    def end_early(self) -> None:
+        """The rest of its calls does not come in this pass."""
+        if self.state is None:
+            return
+        if self.loaded and self.pieces is not None:  # its groups may span buckets
+            self.state._engine.abandon(SetupError(UNFINISHED))
+        else:
+            self.state._engine.end_early()
+
     def likeness(self, places: Sequence[Place], origins: Sequence[Origin | None]) -> Likeness:
         return min(map(self._likeness, self.places, places, self.origins, origins))
 
@@ -167,6 +210,8 @@ class Program:
         """Whether this may be its call number `index`. The same on all ranks."""
         if index >= len(self.calls) or self.calls[index] != call:
             return False
+        if self.loaded:
+            return True
         if self.places[index].holds(tensor):
             return True
         mine = self.origins[index]
@@ -180,6 +225,8 @@ class Program:
     @property
     def gone(self) -> bool:
         """Whether its model no longer exists, so that it cannot come again."""
+        if self.loaded:
+            return False
         if any(self.origins):
             return all(o.gone for o in self.origins if o is not None)
         return self.fixed and all(place.freed for place in self.places)
@@ -195,12 +242,17 @@ class Door:
 
     def __init__(self, group: dist.ProcessGroup, program: Program, engine: Engine) -> None:
         self.group, self.program, self.engine = group, program, engine
-        self.calls = [program.calls[i] for i in program.buckets]
-        self.names = [f"call{i}:{program.calls[i].numel}" for i in program.buckets]
-        shapes: dict[str, tuple[int, ...]] = {
-            name: (call.numel,) for name, call in zip(self.names, self.calls, strict=True)
-        }
-        self.model = Model(group, shapes, {})
+
+    def _parts(self) -> list[tuple[Call, tuple[tuple[str, int], ...]]]:
+        """Its all-reduces, and what each is called in parts."""
+        calls, pieces = self.program.calls, self.program.pieces
+        if pieces is not None:
+            return [(calls[i], pieces[k]) for i, k in self.program.buckets.items()]
+        return [(calls[i], ((f"call{i}:{calls[i].numel}", calls[i].numel),)) for i in self.program.buckets]
+
+    @property
+    def model(self) -> Model:
+        return Model(self.group, {name: (n,) for _, pieces in self._parts() for name, n in pieces}, {})
 
     open = True
 
@@ -214,11 +266,12 @@ class Door:
 
     def form(self) -> None:
         buckets = []
-        for name, call in zip(self.names, self.calls, strict=True):
+        for call, pieces in self._parts():
             # Only the size counts here; `ready` replaces the buffer.
             like = torch.empty(1, dtype=call.dtype, device=call.device).expand(call.numel)
-            buckets.append(Bucket([name], [(call.numel,)], like))
+            buckets.append(Bucket([name for name, _ in pieces], [(n,) for _, n in pieces], like))
         self.engine.form(self.model, buckets)
+        self.program.formed = True
 
 
 class Passes:
@@ -232,14 +285,17 @@ class Passes:
         forget: Callable[[Program], None],
         least: Callable[[list[int], torch.device], list[int]],
         warn: Callable[[str, str], None],
+        holdings: Callable[[Origin | None], list[Holding]],
     ) -> None:
         """learn: makes what compresses a program. forget: frees it. least: the least that any rank says; all
-        ranks call it. warn: takes a topic and a text."""
+        ranks call it. warn: takes a topic and a text. holdings: the present buckets of a call's DDP model."""
         self._learn, self._forget, self._least, self._warn = learn, forget, least, warn
+        self._holdings = holdings
         self.programs: list[Program] = []
         self._active: Program | None = None  # what the pass in progress has been so far
         self._stopped = False  # the pass in progress is no longer the active program's
         self._passes = 0  # passes that were watched in vain
+        self._ended = self._turn = 0  # all passes, and those that were compressed
         self._clear()
 
     def _clear(self) -> None:
@@ -279,7 +335,15 @@ class Passes:
     def _choose(self, call: Call, tensor: torch.Tensor, origin: Origin | None) -> Program | None:
         """Returns the only known program that begins with this call. All ranks must choose the same one, so
         nothing counts here that is not the same on all, such as whether a tensor has been freed already."""
-        found = [p for p in self.programs if self._fits(p, call, tensor, origin)]
+        loaded = sorted((p for p in self.programs if p.loaded), key=lambda p: p.turn)
+        if any(p.pieces is not None for p in loaded):
+            held = self._holdings(origin)
+            for p in loaded:
+                if p.pieces is not None and p.take(held):
+                    return p if p.calls[0] == call else None
+        found = [p for p in self.programs if not p.loaded and self._fits(p, call, tensor, origin)]
+        if not found:  # those that come in turns come in the order in which they came before
+            return next((p for p in loaded if p.pieces is None and p.fits(0, call, tensor, origin)), None)
         possible = [p for p in found if p.fixed] or found
         if len(possible) > 1 and any(p.known for p in possible):
             self._warn(
@@ -307,8 +371,7 @@ class Passes:
         """Ends the use of the active program in this pass."""
         program, self._active = self._active, None
         assert program is not None
-        if program.state is not None:
-            program.state._engine.end_early()
+        program.end_early()
         self._stopped = True
         self._warn("different", f"sends the rest of {self.where} uncompressed: {why}")
 
@@ -319,12 +382,21 @@ class Passes:
             self._stop(f"it had {self.begun} {program.word}, and earlier passes had {len(program.calls)}")
             program = None
         elif program is not None:
-            program.steps += 1
+            program.came(self._places, self._origins)
+            self._turn += 1
+            program.turn = self._turn
         elif self._calls and not stopped:
             self._compare()
         self._stopped = False
         self._clear()
         self.let_go()
+        self._ended += 1
+        if self._ended == PATIENCE and (waiting := sum(p.loaded for p in self.programs)):
+            self._warn(
+                "loaded",
+                f"has not met {waiting} lists of calls of its checkpoint, and their residuals wait: load the "
+                "checkpoint of this model and these settings",
+            )
         return program
 
     def _compare(self) -> None:
@@ -333,7 +405,7 @@ class Passes:
             return  # it has said that it gives up
         self._passes += 1
         self.programs = [p for p in self.programs if p.known or p.last > self._passes - _MEMORY]
-        alike = [p for p in self.programs if p.calls == self._calls]
+        alike = [p for p in self.programs if p.calls == self._calls and not p.loaded]
         alike.sort(key=lambda p: not p.known)
         learnt = [p for p in self.programs if p.known]
         # One rank may have freed a tensor, or a model, that another one still has.

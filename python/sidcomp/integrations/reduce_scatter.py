@@ -163,6 +163,8 @@ class ReduceScatter:
                 "mesh and this codec"
             )
         values = values.to("cpu", torch.float32).contiguous()
+        if not torch.isfinite(values).all():
+            raise CheckpointError("residuals of a reduce-scatter hold NaN or Inf: the checkpoint is damaged")
         for shard in range(world) if values.numel() else ():
             self._plan.residual_in(self._states.ptr + shard * self._apart, self._place(values[shard]))
         self.step = step

@@ -1,0 +1,146 @@
+"""state_dict and load_state_dict of a process group: what it has learnt of its passes, and the residuals."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sidcomp import core as _core
+from sidcomp.errors import CheckpointError
+from sidcomp.integrations.recognition import Call, Passes, Program
+from sidcomp.runtime.block import DTYPES
+
+if TYPE_CHECKING:
+    from sidcomp.integrations.process_group import ProcessGroup
+
+FORMAT = 1
+_NAMED = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def save(group: "ProcessGroup") -> dict[str, Any]:
+    """Returns what this rank has, in plain types and tensors."""
+    return {
+        "format": FORMAT,
+        "version": _core.version,
+        "rank": group.rank(),
+        "world": group.size(),
+        "passes": _save_passes(group._passes),
+        "after": _save_passes(group._after),
+    }
+
+
+def _save_passes(passes: Passes) -> list[dict[str, Any]]:
+    """The programs that compress, in the order in which they come next if they take turns."""
+    known = sorted((p for p in passes.programs if p.known), key=lambda p: p.turn)
+    return [
+        {
+            "calls": [[c.numel, DTYPES[c.dtype], c.device.type, c.average, c.scatters] for c in p.calls],
+            "pieces": None if p.pieces is None else [[list(x) for x in pieces] for pieces in p.pieces],
+            "number": p.number,
+            "state": None if p.state is None else p.state.state_dict(),
+            "scatters": [one.state_dict() for one in p.scatters.values()],
+        }
+        for p in known
+    ]
+
+
+def load(
+    group: "ProcessGroup", given: "dict[str, Any] | Sequence[dict[str, Any]]", redistribute: str
+) -> tuple[list[Program], list[Program]]:
+    """Checks a result of `save`, or those of all old ranks. Returns the programs for `_passes` and `_after`;
+    the group has not changed."""
+    states: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if not states:
+        raise CheckpointError("the list of states is empty: give this rank's state, or all old ranks' states")
+    for state in states:
+        _check(state)
+    first, here = states[0], (group.rank(), group.size())
+    if len(states) == 1 and (first["rank"], first["world"]) != here:
+        raise CheckpointError(
+            f"this is the state of rank {first['rank']} of {first['world']}, and this is rank {here[0]} of "
+            f"{here[1]}: load this rank's own, or give a list of those of all old ranks"
+        )
+    if group.configuration.codec == "off":
+        raise CheckpointError("this process group compresses nothing: leave the state out, or name its codec")
+    if first["after"] and not group.configuration.outside:
+        raise CheckpointError("this state was saved with outside=True: give it again")
+    passes, after = (
+        [_program(group, list(each), redistribute) for each in _together(states, part)]
+        for part in ("passes", "after")
+    )
+    for turn, program in enumerate((*passes, *after)):
+        program.turn = turn - len(passes) - len(after)  # before all that come from here on
+    return passes, after
+
+
+def _check(state: Any) -> None:
+    try:
+        fine = state["format"] == FORMAT and all(isinstance(state[n], int) for n in ("rank", "world"))
+        for program in (*state["passes"], *state["after"]):
+            for numel, dtype, device, average, scatters in program["calls"]:
+                fine = fine and isinstance(numel, int) and numel > 0 and dtype in _NAMED
+                fine = fine and device in ("cpu", "cuda") and {type(average), type(scatters)} == {bool}
+            for pieces in program["pieces"] or ():
+                for name, numel in pieces:
+                    fine = fine and isinstance(name, str) and isinstance(numel, int) and numel > 0
+            fine = fine and bool(program["calls"]) and isinstance(program["number"], int)
+            fine = fine and _fits_together(program)
+    except (KeyError, TypeError, ValueError) as e:
+        raise CheckpointError(
+            f"this is no state of a process group, or it is damaged ({type(e).__name__}: {e})"
+        ) from e
+    if not fine:
+        raise CheckpointError(
+            "this is no state of a process group of this version, or its lists of calls are damaged"
+        )
+
+
+def _fits_together(program: dict[str, Any]) -> bool:
+    """Whether each of its calls has what compresses it."""
+    reduced = [numel for numel, *_, scatters in program["calls"] if not scatters]
+    pieces = program["pieces"]
+    return (
+        len(program["scatters"]) == len(program["calls"]) - len(reduced)
+        and (program["state"] is not None) == bool(reduced)
+        and (pieces is None or [sum(n for _, n in x) for x in pieces] == reduced)
+    )
+
+
+def _together(states: list[dict[str, Any]], part: str) -> Any:
+    """The states of all old ranks, by program."""
+    lists = {str([(p["calls"], p["pieces"]) for p in state[part]]) for state in states}
+    if len(lists) > 1:
+        raise CheckpointError("the ranks' states have other lists of calls: all must be of one checkpoint")
+    return zip(*(state[part] for state in states), strict=True)
+
+
+def _program(group: "ProcessGroup", saved: list[dict[str, Any]], redistribute: str) -> Program:
+    first = saved[0]
+    calls = [
+        Call(numel, _NAMED[dtype], _here(device), average, scatters)
+        for numel, dtype, device, average, scatters in first["calls"]
+    ]
+    if any(c.scatters for c in calls):
+        if group.configuration.reduce_scatter is None:
+            raise CheckpointError("this state was saved with reduce_scatter=: give it again")
+        if len(saved) > 1:
+            raise CheckpointError(
+                "residuals of reduce-scatters belong to shards, and another number of ranks has other ones: "
+                "leave the state out, or start as many ranks as before"
+            )
+    program = Program(calls, [], [None] * len(calls), 0)
+    program.loaded = True
+    if first["pieces"] is not None:
+        program.pieces = [tuple((name, n) for name, n in pieces) for pieces in first["pieces"]]
+    program.learn(group.configuration, group, first["number"])
+    if program.state is not None:
+        states = [p["state"] for p in saved]
+        program.state.load_state_dict(states if len(states) > 1 else states[0], redistribute=redistribute)
+    for (i, one), kept in zip(program.scatters.items(), first["scatters"], strict=True):
+        one._allocate(calls[i].numel // group.size(), calls[i].dtype, group.size())
+        one.load_state_dict(kept)
+    return program
+
+
+def _here(kind: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
