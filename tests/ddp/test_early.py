@@ -302,7 +302,7 @@ def liar(rank: int, world: int, said: int) -> str:
     def lie(self: Any, data: bytes, what: str) -> Any:
         if len(data) == 8 and rank == 1:
             data = said.to_bytes(8, "little")
-        elif len(data) not in (8, 32) and rank == 1:
+        elif len(data) not in (8, 33) and rank == 1:
             data = b"\xff" * len(data)  # and it is no text
         return original(self, data, what)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -77,6 +78,83 @@ def registered(rank: int, world: int) -> Any:
             sgd.step()
         steps = state.stats()["steps"]
     return flat(model), steps, len(getattr(group.WORLD, "programs", []))
+
+
+# ---- a checkpoint that one rank alone has loaded
+
+
+class Run:
+    """Trains through one door. loaded: what is saved and loaded of it."""
+
+    def __init__(self, door: str, codec: str, world: int, **how: Any) -> None:
+        self.state = sidcomp.State(codec, **({"density": 0.1} if codec == "topk" else {}))
+        self.loaded: dict[str, Any] = {"state": self.state}
+        self.model = model = network()
+        if door == "hook":
+            self.model = DistributedDataParallel(model)
+            sidcomp.register(self.model, self.state)
+        elif door == "fsdp":
+            mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("replicate",))
+            sidcomp.fsdp.compress(replicate(model, mesh=mesh), self.state)
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        self.step_by: Any = self.optimizer
+        if door in LOCAL:
+            self.step_by = getattr(sidcomp, door)(model, self.optimizer, self.state, **how)
+            self.loaded["door"] = self.step_by
+
+    def steps(self, rank: int, number: int) -> None:
+        for step in range(number):
+            self.optimizer.zero_grad()
+            backward(self.model, rank, step)
+            self.step_by.step()
+
+    def saved(self) -> dict[str, Any]:
+        return {name: copy.deepcopy(x.state_dict()) for name, x in self.loaded.items()}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        for name, x in self.loaded.items():
+            x.load_state_dict(saved[name])
+
+
+LOCAL = ("LocalError", "LocalSteps", "Outer")
+
+
+def alone(rank: int, world: int, door: str, codecs: list[str], how: dict[str, Any]) -> list[str]:
+    """What happens if rank 0 alone loads a checkpoint of no step, and one of two; "" if all train on."""
+    said = []
+    for codec in codecs:
+        one = Run(door, codec, world, **how)
+        first = one.saved()
+        one.steps(rank, 2)
+        second = one.saved()
+        one.state.close()
+        for saved in (first, second):
+            one, text = Run(door, codec, world, **how), ""
+            try:
+                if rank == 0:
+                    one.load(saved)
+                one.steps(rank, 4)
+            except (RuntimeError, sidcomp.SidcompError) as e:
+                text = str(e)
+            said.append(text)
+            one.state.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    "door, codecs, how",
+    [
+        ("hook", ["topk", "auto"], {}),
+        ("fsdp", ["topk", "auto"], {}),
+    ],
+)
+def test_a_checkpoint_on_one_rank_alone(door: str, codecs: list[str], how: dict[str, Any]) -> None:
+    """One from before the first step changes nothing; any other one is an error on all ranks, long before the
+    process group's timeout."""
+    for said in run(alone, 2, door, codecs, how, group_timeout=1000, hard_limit=100):
+        for i, text in enumerate(said):
+            loaded = "rank 0 has loaded a checkpoint of step 2, rank 1 no checkpoint"
+            assert loaded in text if i % 2 else not text, (codecs[i // 2], text)
 
 
 def over_sidcomp() -> str:

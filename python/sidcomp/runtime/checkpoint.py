@@ -191,13 +191,14 @@ class Resume:
             if g.direct:
                 continue
             values: torch.Tensor | None = None
-            if g.plan.vectors and any(p.name in self.residuals for p in g.spec.pieces):
+            local = g.message_plan.choice.local if g.in_messages else 1
+            # Of a node's ranks some may have nothing to put in, but all sum.
+            if g.plan.vectors and (local > 1 or any(p.name in self.residuals for p in g.spec.pieces)):
                 try:
                     values = self._values(g, exchange.world, rates)
                 except Exception as e:  # the other ranks of the node wait for this one's part
                     failure, values = failure or e, _zeros(g.plan.vectors, g.n)
-                if g.in_messages and g.message_plan.choice.local > 1:
-                    local = g.message_plan.choice.local
+                if local > 1:
                     first = exchange.rank // local * local
                     values = exchange.sum_among(list(range(first, first + local)), values)
             try:
@@ -305,9 +306,9 @@ def _kept(source: dict[str, Any]) -> Residuals:
     return kept
 
 
-def carry(layout: Layout, rates: Rates | None) -> Resume:
-    """Returns the memories of a layout's groups, for the groups of the next layout."""
-    return Resume(_residuals(layout.groups, rates), [_save_group(g) for g in layout.groups], {})
+def carry(groups: Sequence[Group], rates: Rates | None) -> Resume:
+    """Returns the memories of a layout's groups, for the groups of the next layout. groups: may be none."""
+    return Resume(_residuals(groups, rates), [_save_group(g) for g in groups], {})
 
 
 def candidate_of(group: dict[str, Any]) -> int:

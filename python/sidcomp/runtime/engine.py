@@ -442,19 +442,22 @@ class Engine:
                 self.resume.fit(layout)
             if self._refuse is not None:
                 self._refuse(layout)
+            if self.rates is not None:
+                self.rates.bind(model.names, layout.groups)
             return layout
 
         what = f"the backward pass of step {self.step}, in which ranks form their groups"
-        layout = forming.agreed(exchange, make, forming.header(self.settings, exchange, self.step), what)
-        self.control += 32 * exchange.world
+        header = forming.header(self.settings, exchange, self.step)
+        loaded = self.resume.source["step"] if self.resume is not None else None
+        keeps = self.resume is not None or self.layout is not None
+        layout, anyone_keeps = forming.agreed(exchange, make, header, what, loaded, keeps)
+        self.control += 33 * exchange.world
         check = ReplicaCheck(layout.groups, exchange)
         parent = self.process_group or model.process_group
         executor.connect(self.settings, layout.groups, exchange, parent, check)
         executor.lead()  # what has cleared the residuals of a step that was discarded comes first
-        kept = self.resume or (checkpoint.carry(self.layout, self.rates) if self.layout else None)
-        if self.rates is not None:
-            self.rates.bind(model.names, layout.groups)
-        if kept is not None:
+        if anyone_keeps:  # not what this rank alone knows: all ranks must take part, or none
+            kept = self.resume or checkpoint.carry(self.groups, self.rates)
             kept.residuals = {**self.unassigned, **kept.residuals}
             what = "take over its residuals" if self.resume is None else "load its checkpoint"
             forming.together(exchange, partial(kept.place, layout, exchange, self.rates), what)

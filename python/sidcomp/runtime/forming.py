@@ -23,12 +23,15 @@ from sidcomp.runtime.process_group import Exchange
 _FAILED = bytes(32)  # sent in place of a digest
 
 
-def agreed(exchange: Exchange, make: Callable[[], Layout], header: str, what: str) -> Layout:
+def agreed(
+    exchange: Exchange, make: Callable[[], Layout], header: str, what: str, loaded: int | None, keeps: bool
+) -> tuple[Layout, bool]:
     """Returns make() if the result is the same on all ranks; otherwise all ranks raise. A difference would
-    corrupt an exchange, or make it hang.
+    corrupt an exchange, or make it hang. Also returns whether any rank has something to put into the groups:
+    one that has loaded a checkpoint, or was started again, may be alone with that, or alone without it.
 
     All ranks must call it. header: a text that must also be the same. what: the point in the program, for
-    errors.
+    errors. loaded: the step of this rank's checkpoint, which may differ; keeps: it has something to put in.
     """
     layout, failure, text = None, None, ""
     try:
@@ -37,21 +40,26 @@ def agreed(exchange: Exchange, make: Callable[[], Layout], header: str, what: st
     except Exception as e:
         failure, text = e, f"{type(e).__name__}: {e}"
     digest = hashlib.sha256(text.encode()).digest() if failure is None else _FAILED
-    digests = exchange.tell_all(digest, what)
+    told = exchange.tell_all(digest + bytes([keeps]), what)
+    digests = [one[:-1] for one in told]
     if layout is not None and len(set(digests)) == 1:
-        return layout
-    texts = _texts(exchange, text, what, failure)
+        return layout, any(one[-1] for one in told)
+    origin = "no checkpoint" if loaded is None else f"a checkpoint of step {loaded}"
+    parts = [one.partition("\n") for one in _texts(exchange, f"{origin}\n{text}", what, failure)]
+    origins, texts = [one[0] for one in parts], [one[2] for one in parts]
     if _FAILED in digests:
         raise _failed(digests.index(_FAILED), "form its groups", texts)
     rank = next(r for r, d in enumerate(digests) if d != digests[0])
     lines = [texts[r].splitlines() for r in (0, rank)]
     at = next((i for i, (a, b) in enumerate(zip(*lines, strict=False)) if a != b), min(map(len, lines)))
     here, there = (x[at] if at < len(x) else "nothing more" for x in lines)
-    raise _differs(
-        rank,
-        f"ranks do not agree: rank 0 has [{here}], rank {rank} has [{there}]; "
-        "model, sidcomp.State and checkpoint must be the same on every rank",
-    )
+    cause = "model, sidcomp.State and checkpoint must be the same on every rank"
+    if origins[rank] != origins[0]:
+        cause = (
+            f"rank 0 has loaded {origins[0]}, rank {rank} {origins[rank]}: load those of one step on every "
+            "rank, at the same point, or none"
+        )
+    raise _differs(rank, f"ranks do not agree: rank 0 has [{here}], rank {rank} has [{there}]; {cause}")
 
 
 def together(exchange: Exchange, do: Callable[[], None], what: str) -> None:
@@ -77,7 +85,7 @@ def _texts(exchange: Exchange, text: str, what: str, failure: Exception | None) 
             raise failure
 
 
-def _failed(rank: int, what: str, texts: list[str]) -> RankError:
+def _failed(rank: int, what: str, texts: Sequence[str]) -> RankError:
     return _differs(rank, f"rank {rank} could not {what}: {texts[rank]}")
 
 
