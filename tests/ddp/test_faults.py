@@ -386,6 +386,9 @@ def disagree(rank: int, world: int, arguments: list[dict[str, Any]]) -> str:
         ([{"exclude": "1-D"}, {}], "last.bias"),
         ([{"seed": 1}, {"seed": 2}], "seed"),
         ([{"checksum_every": 1}, {}], "checksum_every"),
+        ([{"codec": "auto"}, {"codec": "topk"}], "resume"),
+        ([{"codec": "auto"}, {"codec": "auto", "warmup": 0}], "warmup"),
+        ([{"groups": "auto"}, {"groups": "mergecomp"}], "mergecomp"),
     ],
 )
 def test_ranks_with_different_settings(arguments: list[dict[str, Any]], names: str) -> None:

@@ -30,7 +30,7 @@ from sidcomp.runtime.growth_check import STEPS, crowded, outgrown
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Key, Rates
 from sidcomp.runtime.optimizer_watch import Looking, Unfollowed, Watch, scaler_in_use
-from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.process_group import TOLD, Exchange
 from sidcomp.runtime.ranges import profiling
 from sidcomp.runtime.replica_check import ReplicaCheck
 from sidcomp.runtime.step import Step
@@ -451,7 +451,7 @@ class Engine:
         loaded = self.resume.source["step"] if self.resume is not None else None
         keeps = self.resume is not None or self.layout is not None
         layout, anyone_keeps = forming.agreed(exchange, make, header, what, loaded, keeps)
-        self.control += 33 * exchange.world
+        self.control += TOLD * exchange.world
         check = ReplicaCheck(layout.groups, exchange)
         parent = self.process_group or model.process_group
         executor.connect(self.settings, layout.groups, exchange, parent, check)
@@ -461,7 +461,7 @@ class Engine:
             kept.residuals = {**self.unassigned, **kept.residuals}
             what = "take over its residuals" if self.resume is None else "load its checkpoint"
             forming.together(exchange, partial(kept.place, layout, exchange, self.rates), what)
-            self.control += exchange.world
+            self.control += TOLD * exchange.world
             if self.tuner is not None:
                 held = {name for g in layout.groups if g.plan.vectors for name in g.names}
                 self.unassigned = {name: r for name, r in kept.residuals.items() if name not in held}

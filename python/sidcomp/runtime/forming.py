@@ -182,10 +182,13 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
     candidates = [
         w.choice.exchange.name if auto and w.choice is not None else w.label for w in settings.candidates
     ]
+    # What a controller exchanges depends on these.
+    planned = f"groups {settings.groups!r}, search {settings.search}, " if settings.planned else ""
+    planned += f"accuracy {settings.accuracy!r}, warmup {settings.warmup}, " if auto else ""
     return (
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
         f"checksum_every {settings.checksum_every}, {candidates}, "
-        f"policy {settings.policy.saved()}, full_every {settings.full_every}, "
+        f"{planned}policy {settings.policy.saved()}, full_every {settings.full_every}, "
         f"transport {settings.transport}, nonfinite {settings.nonfinite}, "
         f"clip_gradient {settings.clip_gradient:g}"
     )

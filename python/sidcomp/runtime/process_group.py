@@ -14,7 +14,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import ExchangeError, MismatchError
+from sidcomp.errors import ExchangeError, MismatchError, RankError
 from sidcomp.runtime import reaper
 
 logger = logging.getLogger("sidcomp")
@@ -63,7 +63,9 @@ _GRACE_S = 1.0
 _PROBE = timedelta(seconds=10)  # for a rank to say that it, too, could not make the group
 _MAX_TEXT = 1 << 20  # bytes of a text that a rank sends; longer texts are cut off
 
-_REASON = 256  # bytes that say why a rank failed in a step
+_REASON = 256  # bytes that say why a rank failed in a step, or where it is
+_SHORT = 40  # bytes that are told at once; of longer ones the ranks first compare the number
+TOLD = 8 + _SHORT  # bytes that each rank sends for them
 _TAG = 0x51DC  # of messages on a process group that others use too
 _calls: "Counter[tuple[int, ...]]" = Counter()  # roll calls of these ranks so far; the same on each
 # The messages of failed roll calls. A message whose Work is dropped is never sent: its receiver would wait
@@ -120,6 +122,17 @@ def _lost(ranks: list[int], what: str, cause: Exception) -> ExchangeError:
     error.__dict__["rank"] = ranks[0]
     error.__cause__ = cause
     return error
+
+
+@contextmanager
+def exchanging(what: str) -> Iterator[None]:
+    """Turns torch's error of a collective into an ExchangeError. what: the collective's purpose."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise ExchangeError(
+            f"{what}: the exchange failed; a rank has ended, hangs, or failed itself: {e}"
+        ) from e
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
@@ -325,7 +338,25 @@ class Exchange:
         return [flat[i * len(data) : (i + 1) * len(data)] for i in range(self.world)]
 
     def tell_all(self, data: bytes, what: str) -> list[bytes]:
-        """As gather_bytes, but an error names the ranks that ended before `what`, or did not reach it."""
+        """As gather_bytes, but an error names the ranks that ended before `what`, or did not reach it. Raises
+        RankError on all ranks if one is at another point, where it passes another number of bytes."""
+        own = len(data)
+        frames = self._tell(own.to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0"), what)
+        sizes = [int.from_bytes(frame[:8], "little") for frame in frames]
+        if any(size != own for size in sizes):
+            points = self._tell(what.encode()[:_REASON].ljust(_REASON, b"\0"), what)
+            rank = next(r for r, size in enumerate(sizes) if size != sizes[0])
+            here, there = (points[r].rstrip(b"\0").decode(errors="replace") for r in (0, rank))
+            error = RankError(
+                f"ranks are at different points: rank 0 is at {here}, rank {rank} at {there}; give every "
+                "rank the same sidcomp.State, and load a checkpoint on all ranks or on none"
+            )
+            error.rank = rank
+            raise error
+        return [frame[8 : 8 + own] for frame in frames] if own <= _SHORT else self._tell(data, what)
+
+    def _tell(self, data: bytes, what: str) -> list[bytes]:
+        """Passes as many bytes as every other rank."""
         if has_gloo(self.group):
             return tell_all(self.group, data, what)
         others = [r for r in range(self.world) if r != self.rank]

@@ -346,7 +346,7 @@ class RoundExchange(Exchange):
         flat = bytes(out.numpy())
         return [flat[i * len(data) : (i + 1) * len(data)] for i in range(self.world)]
 
-    def tell_all(self, data: bytes, what: str) -> list[bytes]:
+    def _tell(self, data: bytes, what: str) -> list[bytes]:
         return self.gather_bytes(data)
 
     def tell_reasons(self, error: Exception | None, about: int) -> list[str]:
