@@ -584,19 +584,26 @@ def with_profiles(rank: int, world: int, room: str) -> dict[str, Any]:
         rates = {"all_reduce": slow * slower}
         with Training(rank, model, profile=path, candidates=["topk"], slow=rates) as t:
             out[name] = t.until_it_settles()
+    for name, mine, threads in (("alone", rank == 0, 1), ("threads", True, 1 + rank)):
+        torch.set_num_threads(threads)
+        given = path if mine else None
+        with Training(rank, profile=given, candidates=["topk"], slow={"all_reduce": slower}) as t:
+            out[name] = t.until_it_settles()
     return out
 
 
 def test_a_profile_is_used_again_and_a_stale_one_is_noticed(tmp_path: Path) -> None:
     for r in run(with_profiles, 2, str(tmp_path)):
-        check(r["again"])
-        check(r["other"])
+        for which in ("again", "other", "alone", "threads"):
+            check(r[which])
         assert any("using the profile" in line for line in r["again"]["log"])
         assert not any("measuring codecs" in line for line in r["again"]["log"])
-        for which, why in (("other", "another model"), ("network", "another network")):
+        for which, why in (("other", "another model"), ("network", "another network"), ("threads", "")):
             (line,) = (line for line in r[which]["log"] if "does not fit" in line)
             assert why in line
             assert any("measuring codecs" in line for line in r[which]["log"])
+        # What one rank alone has, no rank uses.
+        assert any("measuring codecs" in line for line in r["alone"]["log"])
     assert Profile.load(tmp_path / "profile.json").world == 2
 
 

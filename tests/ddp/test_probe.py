@@ -412,7 +412,7 @@ def lose_a_peer(rank: int, world: int, where: str, how: int) -> str:
 ])  # fmt: skip
 def test_a_peer_that_goes_away_is_an_error(where: str, how: int) -> None:
     text = run(lose_a_peer, 2, where, how, dying=[1], group_timeout=4)[0]
-    assert text.startswith("measuring for the plan: an exchange failed; a rank has ended")
+    assert text.startswith("measuring for the plan: the exchange failed; a rank has ended")
 
 
 def lose_a_peer_any_time(rank: int, world: int, after_s: float) -> str:

@@ -1,7 +1,7 @@
 """Times collectives, isolated and overlapped with computation. Allocates memory for one size at a time."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from statistics import median
 from threading import Event
@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from sidcomp import core as _core
 from sidcomp.address import address
-from sidcomp.errors import ExchangeError
 from sidcomp.runtime.block import BODIES, DTYPES
-from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.process_group import Exchange, exchanging
 
 _REPEATS = 15
 _BESIDE = 5  # overlapped repeats
@@ -25,14 +24,8 @@ Wait = Callable[[], object]
 Samples = list[list[int]]  # ns, one list for each quantity that is measured together
 
 
-@contextmanager
-def collective() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as e:
-        raise ExchangeError(
-            f"measuring for the plan: an exchange failed; a rank has ended, hangs, or failed itself: {e}"
-        ) from e
+def collective() -> AbstractContextManager[None]:
+    return exchanging("measuring for the plan")
 
 
 def clock(device: torch.device) -> int:

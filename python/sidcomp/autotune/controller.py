@@ -21,6 +21,7 @@ from typing import Any
 from sidcomp import core as _core
 from sidcomp import notices
 from sidcomp.autotune import measurement
+from sidcomp.autotune.collective_benchmark import collective
 from sidcomp.autotune.journal import Entry, Journal, digest
 from sidcomp.config.accuracy import EXACT
 from sidcomp.config.grouping import DENSE, Regime
@@ -342,9 +343,17 @@ class Controller:
             "kept": digest([kept.rule, kept.candidates, self.report.floors]) if kept is not None else "",
             "watch": digest(self._watched.common()),
             "journal": [] if why else self._journal.digests(),
+            "given": digest(self.given.plain()) if self.given is not None else "",
         }
-        what = "the step in which ranks resume their plans"
+        what = "the step in which ranks begin or resume to plan"
         rows = [json.loads(row) for row in p.exchange.tell_texts(json.dumps(mine), what)]
+        if len({row["given"] for row in rows}) > 1:
+            self.given = None
+            notices.warn(
+                f"{self._what}: the ranks were given different profiles, or some of them none: measuring "
+                "instead; give all ranks the same file",
+                p.exchange.rank,
+            )
         if not any(row["loaded"] for row in rows):
             notices.say(
                 f"{self._what} measures during the first steps, whose gradients are sent uncompressed; a "
@@ -438,7 +447,8 @@ class Controller:
         assert self._p is not None and self._p.exchange is not None
         exchange = self._p.exchange
         packed = struct.pack(f"<{len(values)}q", *values)
-        rows = [struct.unpack(f"<{len(values)}q", b) for b in exchange.gather_bytes(packed)]
+        with collective():
+            rows = [struct.unpack(f"<{len(values)}q", b) for b in exchange.gather_bytes(packed)]
         self._p.count_control(exchange.world * len(packed))
         return list(zip(*rows, strict=True))
 
@@ -912,7 +922,7 @@ class Controller:
         if self.given is not None and self._journal.kind() != "turns":
             given, self.given = self.given, None
             self._record(None)
-            reason = given.stale(**self._here()) or measurement.lacks(given, self._p, self.settings)
+            reason = self._misfit(given)
             if reason is None:
                 few = given.dense_ps > _LONG * given.compute_ps
                 times = yield from self._timed(self._p.plain, PLAIN, _FEW if few else _STEPS)
@@ -938,6 +948,15 @@ class Controller:
         assert self._identity is not None
         return {k: v for k, v in self._identity.items() if k != "version"}
 
+    def _misfit(self, profile: Profile) -> str | None:
+        """Why a profile, the same on all ranks, does not fit here; None if it fits on all ranks. Every rank
+        calls it."""
+        assert self._p is not None
+        stale = profile.stale(**self._here())  # ranks may have other threads
+        if self._agree([int(stale is not None)])[0]:
+            return stale or "on another rank it is stale"
+        return measurement.lacks(profile, self._p, self.settings)
+
     def _note_profile(self, of: str, profile: Profile) -> Profile:
         self._journal.turn_into({"kind": "profile", "of": of, "done": True, "profile": profile.plain()})
         return profile
@@ -953,7 +972,7 @@ class Controller:
         reason = "DDP has formed other buckets" if e["of"] != of else None
         if {t["name"] for t in profile.tensors} != names:
             reason = "it belongs to other parameters"
-        reason = reason or profile.stale(**self._here()) or measurement.lacks(profile, self._p, self.settings)
+        reason = reason or self._misfit(profile)
         if reason is None:
             self._journal.next("profile", of)
             return profile

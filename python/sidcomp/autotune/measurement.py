@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sidcomp.autotune import journal, probe
+from sidcomp.autotune.collective_benchmark import collective
 from sidcomp.config import schedule
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import DENSE, Piece, Regime
@@ -285,7 +286,8 @@ def considered(p: Engine, settings: Settings) -> list[int]:
     n = max(1, sum(x.numel for x in _pieces(p.layout)))
     world = p.exchange.world
     local = from_environment("LOCAL_WORLD_SIZE", 1)
-    even = len(set(p.exchange.gather_bytes(local.to_bytes(4, "little")))) == 1
+    with collective():
+        even = len(set(p.exchange.gather_bytes(local.to_bytes(4, "little")))) == 1
     local = local if even and world % local == 0 and local < world else 1
     candidates = []
     for i, candidate in enumerate(settings.candidates):
