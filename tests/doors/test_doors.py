@@ -146,6 +146,11 @@ def alone(rank: int, world: int, door: str, codecs: list[str], how: dict[str, An
     [
         ("hook", ["topk", "auto"], {}),
         ("fsdp", ["topk", "auto"], {}),
+        ("LocalError", ["topk", "auto"], {}),
+        ("LocalError", ["topk"], {"noise_correction": "rows"}),
+        ("LocalSteps", ["topk"], {"noise_correction": True}),
+        ("LocalSteps", ["topk"], {"every": 2, "parts": 2}),  # one of them in each step
+        ("Outer", ["topk"], {"every": 1}),
     ],
 )
 def test_a_checkpoint_on_one_rank_alone(door: str, codecs: list[str], how: dict[str, Any]) -> None:

@@ -297,6 +297,20 @@ def swapped(rank: int, world: int, room: str) -> Any:
     return True
 
 
+def saved_before_the_first_step(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh)
+    with sidcomp.State("topk", density=0.1) as state:
+        sidcomp.fsdp.compress(model, state)
+        state.load_state_dict(state.state_dict())
+        backward(model, rank, 0)
+        assert state.stats()["steps"] == 1
+
+
+def test_a_state_from_before_the_first_step_is_of_no_shard_yet() -> None:
+    run(saved_before_the_first_step, 4)
+
+
 def test_no_rank_takes_the_state_of_another_shard(tmp_path: Any) -> None:
     assert run(swapped, 4, str(tmp_path)) == [True] * 4
 

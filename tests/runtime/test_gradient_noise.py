@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,46 @@ def test_the_samples_are_spread_over_the_whole_parameter(n: int) -> None:
     assert len(places) == min(n, SAMPLES)
     assert places[:1] + places[-1:] == ([0, n - 1] if n else [])
     assert len({b - a for a, b in pairwise(places)}) <= 2  # distances that differ by one element
+
+
+def make(kind: str, p: torch.Tensor) -> Any:
+    if kind == "gradients":
+        return GradientNoise([p], dist.group.WORLD)
+    if kind == "rows":
+        return RowNoise([p], [0.9], dist.group.WORLD)
+    return SketchNoise([p], [0.9], 1, dist.group.WORLD)
+
+
+def without_a_rank(rank: int, world: int, kind: str, ends: bool) -> str:
+    p = torch.zeros(8, 80)
+    p.grad = torch.ones(8, 80)
+    noise = make(kind, p)
+
+    def exchange() -> None:
+        if kind == "sketches":
+            noise.note()
+        noise.sample()
+        noise.state_dict()  # waits
+
+    exchange()
+    if rank == 1 and ends:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        return ""
+    with pytest.raises(sidcomp.ExchangeError) as lost:
+        for _ in range(
+            4
+        ):  # with four rows in turn; and what is sent to a rank that has just ended may get away
+            exchange()
+    return str(lost.value)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("kind", ["gradients", "sketches", "rows"])
+def test_without_a_rank_the_error_is_sidcomps(kind: str, ends: bool) -> None:
+    """A rank has ended, or does not come within the timeout."""
+    text = run(without_a_rank, 2, kind, ends, dying=(1,) if ends else (), group_timeout=60 if ends else 2)[0]
+    assert "noise correction" in text and "a rank has ended, hangs, or failed itself" in text
 
 
 def with_nan(rank: int, world: int) -> tuple[list[float], list[float]]:

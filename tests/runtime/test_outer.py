@@ -696,6 +696,44 @@ def test_other_models_and_steps_without_it_are_refused() -> None:
         assert "would step without Outer: call Outer's step()" in alone
 
 
+def unlike(rank: int, world: int) -> list[str]:
+    """What the doors say if rank 1 has other arguments, another optimizer or another buffer."""
+    said = []
+    for door, first, second in UNLIKE:
+        how = {"optimizer": "Adam", **(second if rank else first)}
+        module = network(0)
+        if "buffer" in how:
+            module.register_buffer("seen", torch.zeros(how.pop("buffer")))
+        optimizer = OPTIMIZERS[how.pop("optimizer")](module.parameters())
+        with pytest.raises(sidcomp.SetupError) as error:
+            getattr(sidcomp, door)(module, optimizer, sidcomp.State("none"), **how)
+        said.append(str(error.value))
+    return said
+
+
+UNLIKE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("LocalSteps", {"every": 2}, {"every": 3}),
+    ("LocalSteps", {"every": 2, "parts": 1}, {"every": 2, "parts": 2}),
+    ("LocalError", {"every": 2}, {"every": 4}),
+    ("LocalError", {"delay": 0}, {"delay": 1}),
+    ("LocalError", {"noise_correction": True}, {"noise_correction": "rows"}),
+    ("LocalError", {"optimizer": "Adam"}, {"optimizer": "SGD"}),
+    ("Outer", {"momentum": 0.5}, {"momentum": 0.9}),
+    ("Outer", {"buffer": 3}, {"buffer": 4}),
+]
+
+
+def test_ranks_that_would_exchange_something_else_are_refused() -> None:
+    """Else an exchange of two sizes ends a process, or the common points drift apart without a word."""
+    for said in run(unlike, 2):
+        for (_, first, second), text in zip(UNLIKE, said, strict=True):
+            (name,) = (n for n in second if second[n] != first[n])
+            what = {"optimizer": "parameters corrected", "buffer": "'buffer seen'"}.get(
+                name, f"{name}={second[name]!r}"
+            )
+            assert f"rank 1 has {what}" in text, text
+
+
 # ---- exchanges
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import CheckpointError
 from sidcomp.integrations.local_shards import is_sharded, own_part
+from sidcomp.runtime.process_group import exchanging
 
 SAMPLES = 16  # elements of each parameter
 _DECAY = 0.9  # of the running sums of samples, in each exchange
@@ -24,6 +25,8 @@ SKETCHES = 4  # numbers that a sketch has for each parameter
 MEASURED = 16  # steps between two exchanges that are measured, at most
 _SHIFTS = 4096  # places in the pool of signs at which a sketch's signs may begin
 SHORTEST = 0.8  # the least decay of a running sum: a row is judged by five measurements or more
+
+_WHAT = "summing what the noise correction has measured"
 
 _DAMAGED = (
     "LocalError: 'noise' {}: the dictionary is damaged, of another model or optimizer, or was saved with "
@@ -41,6 +44,17 @@ def second_betas(optimizers: Sequence[torch.optim.Optimizer], of_all: bool = Fal
         for group in optimizer.param_groups
         for p in group["params"]
     }
+
+
+def _sum(message: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Starts to sum over the ranks."""
+    with exchanging(_WHAT):
+        return dist.all_reduce(message, group=group, async_op=True)
+
+
+def _wait(work: Any) -> None:
+    with exchanging(_WHAT):
+        work.wait()
 
 
 class GradientNoise:
@@ -71,6 +85,8 @@ class GradientNoise:
         self._work: Any = None
         self._find()
 
+    position = 0  # all its all-reduces have the same size
+
     def sample(self) -> int:
         """Starts to exchange samples of the present gradients. Every rank calls it at the same point. Returns
         the size of this all-reduce, in bytes."""
@@ -82,15 +98,15 @@ class GradientNoise:
             else:
                 torch.take(gradient, places, out=slot)
         self._message[n:] = self._squares(self._message[:n])
-        self._work = dist.all_reduce(self._message, group=self._group, async_op=True)
+        self._work = _sum(self._message, self._group)
         return 4 * (n + len(self._places))
 
     def land(self) -> None:
         """Waits for the samples that were sent last, and adds them to the estimate."""
         if self._work is None:
             return
-        self._work.wait()
-        self._work = None
+        work, self._work = self._work, None
+        _wait(work)
         n = len(self._of)
         mean = self._message / self._world
         new = torch.stack((self._squares(mean[:n]), mean[n:]))
@@ -182,6 +198,11 @@ class SketchNoise:
         self._sent: tuple[torch.Tensor, Any] | None = None  # what is being summed, and the work
         self._find()
 
+    @property
+    def position(self) -> int:
+        """What decides the size of the next all-reduce: steps measured since the last one."""
+        return self._measured
+
     def find(self) -> None:
         """Finds shards of FSDP where they are now."""
         if any(map(is_sharded, self._parameters)):
@@ -225,7 +246,7 @@ class SketchNoise:
         self._measured = 0
         self._window, self._other = self._other, self._window
         message[..., SKETCHES] = message[..., :SKETCHES].square().sum(-1)
-        self._sent = message, dist.all_reduce(message, group=self._group, async_op=True)
+        self._sent = message, _sum(message, self._group)
         return 4 * int(message.numel())
 
     @torch.no_grad()
@@ -236,7 +257,7 @@ class SketchNoise:
         message, work = self._sent
         self._sent = None
         if work is not None:
-            work.wait()
+            _wait(work)
         message /= self._world
         squares = torch.stack((message[..., :SKETCHES].square().sum(-1), message[..., SKETCHES]))
         # What is not finite does not count, on any rank.
@@ -262,7 +283,7 @@ class SketchNoise:
         is not part of the running sums yet, (measured steps, parameters, 5) float32, else of 0 steps."""
         message, work = self._sent or (self._other[:0], None)
         if work is not None:
-            work.wait()
+            _wait(work)
         return {
             "steps": self._steps,
             "sums": self._sums.clone(),
@@ -361,6 +382,11 @@ class RowNoise:
         self._exchanges = 0
         self._work: Any = None
 
+    @property
+    def position(self) -> int:
+        """What decides the size of the next all-reduce: exchanges so far."""
+        return self._exchanges
+
     @torch.no_grad()
     def sample(self) -> int:
         """Starts to exchange what the present gradients show. Every rank calls it at the same point. Returns
@@ -381,7 +407,7 @@ class RowNoise:
             torch.linalg.vector_norm(mine, dim=1, out=own)
         turn.own.square_()
         if turn.width:
-            self._work = dist.all_reduce(turn.message, group=self._group, async_op=True)
+            self._work = _sum(turn.message, self._group)
         return turn.bytes
 
     @torch.no_grad()
@@ -389,8 +415,8 @@ class RowNoise:
         """Waits for what was sent last, and adds it to the estimate."""
         if self._work is None:
             return
-        self._work.wait()
-        self._work = None
+        work, self._work = self._work, None
+        _wait(work)
         turn = self._turns[self._exchanges % TURNS]
         new = turn.message / self._world
         new[0].square_()
@@ -451,3 +477,6 @@ class _Turn:
         self.bytes = 4 * 2 * sum(counts)
         projected, self.own = self.message
         self.parts = projected.split(counts), self.own.split(counts)
+
+
+Noise = GradientNoise | SketchNoise | RowNoise

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
-from sidcomp.integrations.gradient_noise import GradientNoise, RowNoise, SketchNoise, second_betas
+from sidcomp.integrations.gradient_noise import GradientNoise, Noise, RowNoise, SketchNoise, second_betas
 from sidcomp.integrations.local_parts import (
     Part,
     Stray,
@@ -29,10 +29,12 @@ from sidcomp.integrations.local_parts import (
     serve,
     take_step,
     trained,
+    whereabouts,
 )
 from sidcomp.integrations.local_shards import Shards, reshard
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.optimizers import Optimizers, chains
+from sidcomp.runtime.process_group import exchanging
 from sidcomp.state import State
 
 _SAVED = ("agreed", "base", "arriving", "own")
@@ -179,7 +181,7 @@ class LocalError:
             if id(p := whole[name]) in decays
         ]
         self._corrected = [update for _, update in corrected]
-        self._noise: GradientNoise | RowNoise | SketchNoise | None = None
+        self._noise: Noise | None = None
         if corrected and dist.get_world_size(self._group) > 1:
             parameters = [p for p, _ in corrected]
             if noise_correction == "rows":
@@ -188,7 +190,9 @@ class LocalError:
                 self._noise = SketchNoise(parameters, [decays[id(p)] for p in parameters], every, self._group)
             else:
                 self._noise = GradientNoise(parameters, self._group)
-        compare(named, self._group, "LocalError", self._shards.part)
+        arguments = {"every": every, "delay": delay, "noise_correction": noise_correction}
+        arguments["parameters corrected"] = len(corrected)
+        compare(named, module, self._group, "LocalError", arguments, self._shards.part)
         broadcast([*named.values(), *module.buffers()], self._group)
         self._stray = Stray(self, self._optimizers, "LocalError")
         for part in self._parts:
@@ -243,6 +247,10 @@ class LocalError:
     def _launch(self) -> None:
         engine, beside = self.state._engine, 0
         self._find()
+        # First, because the ranks compare here how far they are, on which the size of what else they exchange
+        # depends; and on all ranks of the shards, whichever has loaded a checkpoint or has another plan.
+        with self._shards.together():
+            self._form()
         for part in self._parts:
             part.measure()
         if self._noise is not None:
@@ -251,9 +259,6 @@ class LocalError:
         if self._shards.part and not self._shards.all_agree(finite([part.update for part in self._parts])):
             for part in self._parts:  # so that the ranks of all shards discard it
                 part.update.fill_(float("nan"))
-        if engine.layout is None or self.state.settings.planned:  # each shard has a plan of its own
-            with self._shards.together():
-                self._form()
         engine.count_reduced(beside)
         with self._shards.together(self._fail):
             self._futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
@@ -271,7 +276,8 @@ class LocalError:
         engine, door = self.state._engine, self.state._door
         if engine.layout is None:
             assert door is not None
-            engine.form(door.model, [part.bucket() for part in self._parts])
+            at = whereabouts(self.steps, [part.agreed for part in self._parts], self._noise)
+            engine.form(door.model, [part.bucket() for part in self._parts], at=at)
 
     def _land(self) -> None:
         """Waits for the exchange in flight, and applies its means."""
@@ -394,7 +400,8 @@ class LocalError:
                     update.add_(kept.values[-1].view(update.shape).to(update.device), alpha=world)
         engine.unassigned = {}
         for part in self._parts:
-            dist.all_reduce(part.update, group=self._group)
+            with exchanging("merge()"):
+                dist.all_reduce(part.update, group=self._group)
             part.agreed.sub_(part.update.div_(world))
             part.base.copy_(part.agreed)
             part.put("agreed")
@@ -477,8 +484,9 @@ class LocalError:
                     view.copy_(saved[kind][name])
         self.steps, self._futures = steps, []
         self._arriving = "arriving" in saved
-        if self.state._engine.step:
-            self._form()  # so that `_settle` finds the errors
+        with self._shards.together():
+            if self.state._engine.step:
+                self._form()  # so that `_settle` finds the errors
         if world == dist.get_world_size(self._group):
             if "own" not in saved:
                 for part in self._parts:

@@ -1,6 +1,7 @@
 """What LocalSteps and LocalError share: each rank's optimizer steps on its own, and the ranks average what
 the optimizers have done."""
 
+import hashlib
 import reprlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +13,12 @@ import torch.distributed as dist
 
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.integrations.ddp import roles
+from sidcomp.integrations.gradient_noise import Noise
 from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.optimizers import enabled
+from sidcomp.runtime.process_group import exchanging
 from sidcomp.state import State
 
 BUCKET_BYTES = 25 * 2**20
@@ -68,19 +71,36 @@ def trained(
     return named
 
 
-def compare(named: Mapping[str, torch.Tensor], group: dist.ProcessGroup, what: str, part: str = "") -> None:
-    """Raises SetupError on every rank if the ranks' parameters differ in name, shape or dtype, or are other
-    shards. what: the class, for messages; part: which shard, "" for the whole module."""
-    mine = [(name, tuple(p.shape), str(p.dtype)[6:]) for name, p in named.items()]
+def compare(
+    named: Mapping[str, torch.Tensor],
+    module: torch.nn.Module,
+    group: dist.ProcessGroup,
+    what: str,
+    arguments: Mapping[str, Any],
+    part: str = "",
+) -> None:
+    """Raises SetupError on every rank if the ranks' parameters or buffers differ in name, shape or dtype, if
+    they are other shards, or if the arguments differ. All ranks must exchange the same at the same steps.
+    named: the parameters; what: the class, for messages; part: which shard, "" for the whole module."""
+    tensors = {**named, **{f"buffer {name}": x for name, x in module.named_buffers()}}
+    mine = [(name, tuple(x.shape), str(x.dtype)[6:]) for name, x in tensors.items()]
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (part, mine), group=group)
-    for rank, (theirs, _) in enumerate(told):
+    with exchanging(f"{what}()"):
+        dist.all_gather_object(told, (part, dict(arguments), mine), group=group)
+    for rank, (_, theirs, _) in enumerate(told):
+        for name, own in told[0][1].items():
+            if theirs.get(name, own) != own:
+                raise SetupError(
+                    f"{what}: rank {rank} has {name}={theirs[name]!r} where rank 0 has {name}={own!r}: give "
+                    "every rank the same arguments and optimizers"
+                )
+    for rank, (theirs, *_) in enumerate(told):
         if theirs != told[0][0]:
             raise SetupError(
                 f"{what}: rank {rank} of the process group holds {theirs or 'the whole module'} and rank 0 "
                 f"{told[0][0] or 'the whole module'}: give a process_group of ranks that hold the same shard"
             )
-    everyone = [theirs for _, theirs in told]
+    everyone = [theirs for *_, theirs in told]
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
             continue
@@ -375,10 +395,21 @@ def finite(tensors: list[torch.Tensor]) -> bool:
 
 
 @torch.no_grad()
+def whereabouts(steps: int, point: Sequence[torch.Tensor], noise: Noise | None) -> str:
+    """Says how far a run is, for the comparison of all ranks. point: vectors that have the same bits on all
+    ranks; they would move by the same mean, and never become the same again."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [int(x.view(kinds[x.element_size()]).sum(dtype=torch.int64)) for x in point]
+    beside = "" if noise is None else f", noise {noise.position}"
+    return f", {steps} steps{beside}, common point {hashlib.sha256(repr(sums).encode()).hexdigest()[:16]}"
+
+
+@torch.no_grad()
 def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Copies rank 0's tensors to the other ranks, all of one dtype and device in one broadcast."""
     for alike in by_kind(tensors):
         flat = torch.cat([x.reshape(-1) for x in alike])
-        dist.broadcast(flat, dist.get_global_rank(group, 0), group)
+        with exchanging("copying rank 0's tensors"):
+            dist.broadcast(flat, dist.get_global_rank(group, 0), group)
         for x, part in zip(alike, torch.split(flat, [x.numel() for x in alike]), strict=True):
             x.copy_(part.view(x.shape))

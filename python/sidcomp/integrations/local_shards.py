@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.errors import CheckpointError, ExchangeError, SetupError, UnsupportedError
+from sidcomp.runtime.process_group import exchanging
 
 try:
     from torch.distributed.fsdp import FSDPModule
@@ -139,5 +140,6 @@ class Shards:
         assert self._mesh is not None
         smallest = torch.tensor([number], dtype=torch.int64, device=self._mesh.device_type)
         for dim in range(self._mesh.ndim):
-            dist.all_reduce(smallest, dist.ReduceOp.MIN, self._mesh.get_group(dim))
+            with exchanging("asking the other shards"):
+                dist.all_reduce(smallest, dist.ReduceOp.MIN, self._mesh.get_group(dim))
         return int(smallest.item())

@@ -30,6 +30,7 @@ from sidcomp.integrations.local_parts import (
     serve,
     take_step,
     trained,
+    whereabouts,
 )
 from sidcomp.integrations.local_shards import Shards, reshard
 from sidcomp.runtime.layout import Layout
@@ -132,6 +133,8 @@ class LocalSteps:
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._flying: list[int] = []  # of `_together`: their means have not been applied yet
         corrected = self._corrected(whole) if noise_correction else []
+        self._arguments: dict[str, Any] = {"every": every, "delay": delay, "parts": parts, "host": host}
+        self._arguments |= {"noise_correction": noise_correction, "parameters corrected": len(corrected)}
         self._noise: SketchNoise | None = None
         # of each part: the updates that are lengthened, and where their factors are
         self._updates: list[list[tuple[torch.Tensor, int]]] = [[] for _ in self._parts]
@@ -184,7 +187,7 @@ class LocalSteps:
                 "host=True exchanges over Gloo, which the process group has not: call "
                 'init_process_group("cpu:gloo,cuda:nccl")'
             )
-        compare(named, self._group, what, self._shards.part)
+        compare(named, self.module, self._group, what, self._arguments, self._shards.part)
         broadcast([*named.values(), *self.module.buffers()], self._group)
         for part in self._parts:
             part.mark()
@@ -194,7 +197,7 @@ class LocalSteps:
         device = self._parts[0].update.device
         serve(state, self.module, named, self._group, device, what, self._shards.part, beside)
         if len(self._at) > 1:
-            self._form()  # so that groups over several parts are refused here
+            self._form(trial=True)  # so that groups over several parts are refused here
 
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """Calls `optimizer.step(closure)`, or with a GradScaler `scaler.step(optimizer)`, and averages if it
@@ -269,10 +272,13 @@ class LocalSteps:
         """What is exchanged then: indices and parts."""
         return [(n, self._parts[n]) for i in together for n in self._together[i]]
 
-    def _form(self) -> None:
+    def _form(self, trial: bool = False) -> None:
         assert self.state._door is not None
+        engine = open_engine(self.state)
         buckets = [part.bucket() for part in self._parts]
-        open_engine(self.state).form(self.state._door.model, buckets, refuse=self._refuse)
+        at = whereabouts(self.steps, [part.point for part in self._parts], self._noise)
+        form = engine.try_out if trial else engine.form
+        form(self.state._door.model, buckets, refuse=self._refuse, at=at)
 
     def _refuse(self, layout: Layout) -> None:
         """Raises SetupError if a group is in several parts, which travel at different times."""
@@ -289,6 +295,11 @@ class LocalSteps:
         engine = open_engine(self.state)
         which = self._of(together)
         self._find()
+        # First, because the ranks compare here how far they are, on which the size of what else they exchange
+        # depends; and on all ranks of the shards, whichever has loaded a checkpoint.
+        with self._shards.together():
+            if engine.layout is None:
+                self._form()
         for _, part in which:
             part.measure()
             part.leave()
@@ -296,9 +307,6 @@ class LocalSteps:
         if self._shards.part and not self._shards.all_agree(finite([part.update for _, part in which])):
             for _, part in which:  # so that the ranks of all shards discard it, not only those that have it
                 part.update.fill_(float("nan"))
-        if engine.layout is None:
-            with self._shards.together():
-                self._form()
         engine.count_reduced(beside)
         with self._shards.together(self._fail):
             self._futures = [engine.ready(n, part.update) for n, part in which]

@@ -133,12 +133,14 @@ class Outer(LocalSteps):
     ) -> None:
         self._momenta = {id(part): torch.zeros_like(part.update) for part in self._parts}
         if self.deadline is None:
+            self._arguments |= {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
             super()._start(named, process_group, corrected)
             return
         state, engine, what = self.state, self.state._engine, "Outer"
         store, rank, world = _place()
         state.settings = engine.settings = replace(state.settings, gathers=True)
-        same = [[name, list(p.shape), str(p.dtype)] for name, p in named.items()]
+        tensors = [*named.items(), *self.module.named_buffers()]  # all travel from rank to rank
+        same = [[name, list(x.shape), str(x.dtype)] for name, x in tensors]
         how = [self.every, self.lr, self.momentum, self.nesterov, state.settings.saved()]
         digest = hashlib.sha256(json.dumps([same, how], default=str).encode()).hexdigest()
         _runs[what] += 1

@@ -112,7 +112,7 @@ class Resume:
     def check_part(self, part: str) -> None:
         """Raises CheckpointError if it was saved by a rank that had another part of the model."""
         saved = self.source.get("part", "")
-        if saved != part:
+        if saved != part and self.source["world"]:  # before the first step nobody knew it
             raise CheckpointError(
                 f"this is the state of {saved or 'a whole model'}, but this process has "
                 f"{part or 'a whole model'}: every rank saves and loads its own"

@@ -242,16 +242,26 @@ class Engine:
         buckets: Sequence[Bucket],
         settled: bool = True,
         refuse: Callable[[Layout], None] | None = None,
+        at: str = "",
     ) -> None:
         """Makes the groups for these buckets. All ranks call it at the same point, before a step.
 
         settled: the buckets will not change any more. refuse: raises if the model cannot use these groups.
+        at: where the door is in its run; must be the same on all ranks, which compare it.
         """
         self.quiet()
         self._refuse = refuse
-        self._make(model, buckets)
+        self._make(model, buckets, at)
         self._fresh = True
         self.settled = settled or bool(self._kept_groups)
+
+    def try_out(
+        self, model: Model, buckets: Sequence[Bucket], refuse: Callable[[Layout], None], at: str
+    ) -> None:
+        """As `form`, so that an error comes now, but without groups afterwards: the first step makes them."""
+        resume, allocations = self.resume, self.allocations
+        self.form(model, buckets, refuse=refuse, at=at)
+        self.layout, self.resume, self.allocations = None, resume, allocations
 
     def settle(self) -> None:
         """The buckets of the layout have come again: there will be no other ones."""
@@ -416,7 +426,7 @@ class Engine:
         assert self.layout is not None and self._model is not None
         self._make(self._model, [b.again() for b in self.layout.buckets])
 
-    def _make(self, model: Model, buckets: Sequence[Bucket]) -> None:
+    def _make(self, model: Model, buckets: Sequence[Bucket], at: str = "") -> None:
         device = buckets[0].buffer.device
         exchange = self.connect(model, device, "the first backward pass")
         executor = self.prepare(device)
@@ -447,7 +457,7 @@ class Engine:
             return layout
 
         what = f"the backward pass of step {self.step}, in which ranks form their groups"
-        header = forming.header(self.settings, exchange, self.step)
+        header = forming.header(self.settings, exchange, self.step) + at
         loaded = self.resume.source["step"] if self.resume is not None else None
         keeps = self.resume is not None or self.layout is not None
         layout, anyone_keeps = forming.agreed(exchange, make, header, what, loaded, keeps)
