@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import pickle
 import signal
@@ -162,6 +163,10 @@ def train(
     without it), `dies_meeting`, `dies_sending` or `stops_sending` (as the next exchange begins; inside it).
     """
     rounds.STALLED_S = 4.0
+    said: list[str] = []
+    heard = logging.Handler()
+    heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sidcomp").addHandler(heard)
     module = network(rank)
     module.register_buffer("of_rank", torch.tensor([rank]))
     optimizer = OPTIMIZERS["momentum"](module.parameters())
@@ -250,6 +255,7 @@ def train(
         return {
             "rank": rank, "point": point, "vectors": at, "history": history, "moved": moved, "gave": gave,
             "away": point - flat(module) - away, "version": attendance.version, "came": came, "had": had,
+            "said": [x for x in said if "takes place" in x or "was late" in x],
         }  # fmt: skip
 
 
@@ -481,6 +487,8 @@ def test_a_rank_that_is_killed_costs_its_round(event: str, codec: str, delay: in
         assert job.ended(1) == -signal.SIGKILL
         answers = [job.answer(rank) for rank in (0, 2)]
     assert went(answers[0]) == [[0, 1, 2]] * 2 + [[0, 2]] * 3
+    (text,) = answers[0]["said"]
+    assert "round 3 takes place without rank 1" in text and not answers[1]["said"]
     examine(answers, 3)
     assert answers[0]["history"][-1].contributors == 2, "the mean is that of the members"
 
@@ -493,6 +501,9 @@ def test_a_late_rank_misses_a_round_and_loses_nothing(delay: int) -> None:
         answers = [job.answer(rank) for rank in range(3)]
     of_all = went(answers[0])
     assert of_all[2] == [0, 1] and of_all[-1] == [0, 1, 2] and len(answers[2]["history"]) < len(of_all)
+    assert ["without rank 2" in text for text in answers[0]["said"]] == [True, False]
+    assert "with rank 2 again" in answers[0]["said"][1]
+    assert ["rank 2 was late" in text for text in answers[2]["said"]] == [True]
     examine(answers, 6)
 
 

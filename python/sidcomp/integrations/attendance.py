@@ -1,6 +1,7 @@
 """How a rank of `Outer` takes part in rounds: it meets the others, takes over the newest common point if it
 has missed some, exchanges, and takes everything back if the round does not count."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,10 @@ from sidcomp.errors import CorruptPayloadError, ExchangeError, SidcompError, Uns
 from sidcomp.integrations.local_parts import by_kind
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.layout import Layout
+from sidcomp.runtime.process_group import name_ranks
 from sidcomp.runtime.rounds import Meeting, Record, RoundExchange, Rounds, Undone
+
+logger = logging.getLogger("sidcomp")
 
 
 class Outcome(NamedTuple):
@@ -52,6 +56,7 @@ class Attendance:
         self.rounds, self.stale = rounds, stale
         self.version = -1  # of the common point
         self.attended_before = -1  # that of the last round of a process that was this rank before
+        self._members = list(range(rounds.world))  # of this rank's last round
         self._group = ""  # the process group that this rank has
         self._thread: threading.Thread | None = None
         self._result: Outcome | Exception | None = None
@@ -96,8 +101,24 @@ class Attendance:
         if isinstance(result, Exception):
             raise result
         if result is not None:
+            self._say(result)
             self.version = result.version
         return result
+
+    def _say(self, outcome: Outcome) -> None:
+        """Logs that this rank has missed rounds and, on one member, who has not come and who is back."""
+        rank, before, members = self.rounds.rank, self._members, outcome.members
+        self._members = members
+        if 0 <= self.version < outcome.version - 1:
+            text = "rank %d was late, and missed %d rounds; it continues from the others' common point"
+            logger.warning(text, rank, outcome.version - 1 - self.version)
+        if rank != members[0]:
+            return
+        if lost := [r for r in before if r not in members]:
+            text = "round %d takes place without %s, which did not come in time: look at the output there"
+            logger.warning(text, outcome.version, name_ranks(lost))
+        if back := [r for r in members if r not in before]:
+            logger.warning("round %d takes place with %s again", outcome.version, name_ranks(back))
 
     def leave(self) -> None:
         """Tells the others not to wait for this rank, unless nobody can be told any more."""

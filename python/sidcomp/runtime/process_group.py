@@ -100,17 +100,17 @@ def _announced(text: Callable[[], str]) -> Iterator[None]:
         timer.cancel()
 
 
-def _ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _waiting(rank: int, ranks: list[int], what: str) -> str:
-    return f"rank {rank} is waiting for {_ranks(ranks)} to reach {what}; every rank must do so"
+    return f"rank {rank} is waiting for {name_ranks(ranks)} to reach {what}; every rank must do so"
 
 
 def _lost(ranks: list[int], what: str, cause: Exception) -> ExchangeError:
     """Returns the error of this rank, which cannot continue because `ranks` have not reached `what`."""
-    who, has = _ranks(ranks), "has" if len(ranks) == 1 else "have"
+    who, has = name_ranks(ranks), "has" if len(ranks) == 1 else "have"
     if "timed out" in str(cause).lower() or "timeout" in str(cause).lower():
         text = (
             f"{who} {has} not reached {what} within the timeout: hung, stopped, or without sidcomp's hook, "

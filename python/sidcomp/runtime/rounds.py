@@ -71,7 +71,7 @@ class Rounds:
     """
 
     def __init__(self, store: Store, key: str, rank: int, world: int, model: str, deadline: float) -> None:
-        self.store, self.key, self.rank, self.deadline = store, key, rank, deadline
+        self.store, self.key, self.rank, self.world, self.deadline = store, key, rank, world, deadline
         self.limit = max(STALLED_S, 5 * deadline)
         self._closed = -1, 0.0  # a round that this rank has found closed, and when
         first = {
