@@ -119,7 +119,7 @@ class CpuExecutor:
     def launch(self, g: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
         stage = g.stage
         stage.error = stage.unable = unable
-        stage.withdrawn = withdrawn
+        stage.withdrawn, stage.reasons = withdrawn, []
         step, exchange = self.step, self._exchange
         stage.moment = Moment(step.index, step.seed, g.index, exchange.rank, exchange.world)
         stage.begun_at = perf_counter_ns()
@@ -161,7 +161,7 @@ class CpuExecutor:
                 stage.error = stage.error or e
                 if form.continues:
                     return
-        form.withhold(round)
+        form.withhold(round, f"{type(stage.error).__name__}: {stage.error}")
 
     # ---- what a transport calls, in any thread
     # ---------------------------------------------------------------------------
@@ -198,9 +198,9 @@ class CpuExecutor:
             try:
                 told = stage.error  # the sum shows it to all ranks; it does not show an error in decode
                 self._compute(group, form.rounds)
-                suspect = told is not None or stage.undone or form.poisoned()
-                if suspect and form.slices and stage.error is told:
-                    self._ask(group)
+                stage.reasons = self._reasons(group, told)
+                if told is None and any(stage.reasons):
+                    raise _blame(stage.reasons)
                 if stage.error is not None:
                     raise stage.error
                 self._check.note(group)
@@ -219,16 +219,19 @@ class CpuExecutor:
         finally:
             self._leave()
 
-    def _ask(self, g: Group) -> None:
-        """Finds out whether a sum is not finite because of a gradient, or because a rank failed and sent NaN.
-        All ranks see the same sum, so all of them ask here, in the group's callback. This cannot deadlock,
-        because a backend's threads take the groups in the order of their launch."""
-        reasons = self._exchange.tell_reasons(g.stage.error, g.index)
-        if g.stage.error is None and any(reasons):
-            rank = next(r for r, reason in enumerate(reasons) if reason)
-            error = ExchangeError(f"rank {rank} failed in this step: {reasons[rank]}")
-            error.__dict__["culprit"] = rank
-            raise error
+    def _reasons(self, g: Group, told: Exception | None) -> list[str]:
+        """For each rank why it failed, or "" if it did not; empty if there is nothing to ask. told: the error
+        that this rank had before it decoded.
+
+        Whether a sum is not finite because of a gradient, or because a rank failed and sent NaN, only that
+        rank knows. All ranks see the same sum, so all of them ask here, in the group's callback. This cannot
+        deadlock, because a backend's threads take the groups in the order of their launch. Payloads say it
+        themselves."""
+        error, form = g.stage.error, g.form
+        if not form.slices:
+            return form.told() if error is not None else []
+        suspect = told is not None or g.stage.undone or form.poisoned()
+        return self._exchange.tell_reasons(error, g.index) if suspect and error is told else []
 
     def _leave(self) -> None:
         self.step.leave()
@@ -297,6 +300,13 @@ class CpuExecutor:
         for transport in (self._reductions, self._point_to_point):
             if transport is not None:
                 transport.close()
+
+
+def _blame(reasons: list[str]) -> ExchangeError:
+    rank = next(r for r, reason in enumerate(reasons) if reason)
+    error = ExchangeError(f"rank {rank} failed in this step: {reasons[rank]}")
+    error.__dict__["culprit"] = rank
+    return error
 
 
 # Holds its executor weakly, as the callbacks of transports do.

@@ -15,6 +15,9 @@ from sidcomp import core as _core
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.runtime.block import BODIES, Block
 
+_MAGIC = 4  # bytes at the start of a payload: never 0, except on a rank that withholds it
+_REASON = 256  # bytes that say why
+
 _EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}  # all of them set: Inf or NaN
 
 
@@ -66,10 +69,16 @@ class Form:
         finite."""
         raise NotImplementedError
 
-    def withhold(self, round: int) -> None:
+    def withhold(self, round: int, why: str) -> None:
         """Takes the place of `advance` on a rank that has failed: the other ranks wait for what it sends. It
-        sends what makes them fail too, not the payload of the step before."""
+        sends what makes them fail too, not the payload of the step before. why: for the others, if they can
+        be told."""
         raise NotImplementedError
+
+    def told(self) -> list[str]:
+        """For each rank why it has withheld its payload, or "" if it has not; empty if payloads do not tell
+        that."""
+        return []
 
     def meanwhile(self, round: int, buffers: _core.Buffers, at: Moment) -> None:
         """Does optional work while `round` is under way."""
@@ -143,13 +152,26 @@ class CollectiveForm(Form):
         )  # fmt: skip
         return nonfinite
 
-    def withhold(self, round: int) -> None:
+    def withhold(self, round: int, why: str) -> None:
         if round == self.rounds:
             return
         if self.slices:
             _poison(self.slices[round])
-        else:
-            self.payload.tensor.zero_()
+            return
+        payload, text = self.payload.tensor.zero_(), bytearray(why.encode())
+        payload = payload[_MAGIC : _MAGIC + min(len(text), _REASON)]  # as much as there is room for
+        if len(payload):
+            payload.copy_(torch.frombuffer(text, dtype=torch.uint8)[: len(payload)])
+
+    def told(self) -> list[str]:
+        if self.slices:
+            return []
+        found = []
+        for row in self.incoming.tensor.view(self.count, -1)[:, : _MAGIC + _REASON]:
+            head = bytes(row.numpy())
+            text = head[_MAGIC:].rstrip(b"\0").decode(errors="replace") or "it gives no reason"
+            found.append("" if any(head[:_MAGIC]) else text)
+        return found
 
 
 class InPlaceForm(Form):
@@ -196,7 +218,7 @@ class InPlaceForm(Form):
                 _core.scale(buffers.segments, self.dtype, 1.0 / at.world)
         return False  # `poisoned` examines the sum
 
-    def withhold(self, round: int) -> None:
+    def withhold(self, round: int, why: str) -> None:
         if round == 0:  # the bucket may already hold the gradients of another step
             self.slices[0] = _poison(torch.empty(self.plan.n, dtype=self._kind, device=self._device))
 
@@ -233,7 +255,7 @@ class MessageForm(Form):
         )
         return nonfinite
 
-    def withhold(self, round: int) -> None:
+    def withhold(self, round: int, why: str) -> None:
         if round == 0:
             self.payload.tensor.zero_()
 

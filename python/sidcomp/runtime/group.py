@@ -6,7 +6,7 @@ holds its progress in the current step.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +96,7 @@ class Stage:
     undone: bool = False  # it was not finite or failed, and has removed its gradient from the memory
     error: Exception | None = None
     unable: Exception | None = None  # why nothing was encoded
+    reasons: list[str] = field(default_factory=list)  # for each rank why it failed; empty: nobody has asked
     withdrawn: bool = False  # the step was abandoned before this group's turn: nobody waits for its futures
     begun_at: int = 0  # start of encode
     exchanged_at: int = 0  # start of the exchange
