@@ -27,8 +27,8 @@ NEEDS = {f.__name__: BOTH for f in _device._device_constructors()} | {
 # Where an address is compared with another one, and no call of the core gets it.
 COMPARED = {
     "integrations/fsdp.py: _Unit.complete",  # does the gradient lie in this buffer?
-    "integrations/process_group.py: Place.of",
-    "integrations/process_group.py: Place.holds",
+    "integrations/recognition.py: Place.of",
+    "integrations/recognition.py: Place.holds",
 }
 # What checks first.
 CHECKED = {

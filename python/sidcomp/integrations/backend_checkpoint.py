@@ -1,7 +1,7 @@
 """state_dict and load_state_dict of a process group: what it has learnt of its passes, and the residuals."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -10,14 +10,11 @@ from sidcomp.errors import CheckpointError
 from sidcomp.integrations.recognition import Call, Passes, Program
 from sidcomp.runtime.block import DTYPES
 
-if TYPE_CHECKING:
-    from sidcomp.integrations.process_group import ProcessGroup
-
 FORMAT = 1
 _NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def save(group: "ProcessGroup") -> dict[str, Any]:
+def save(group: Any) -> dict[str, Any]:
     """Returns what this rank has, in plain types and tensors."""
     return {
         "format": FORMAT,
@@ -45,7 +42,7 @@ def _save_passes(passes: Passes) -> list[dict[str, Any]]:
 
 
 def load(
-    group: "ProcessGroup", given: "dict[str, Any] | Sequence[dict[str, Any]]", redistribute: str
+    group: Any, given: "dict[str, Any] | Sequence[dict[str, Any]]", redistribute: str
 ) -> tuple[list[Program], list[Program]]:
     """Checks a result of `save`, or those of all old ranks. Returns the programs for `_passes` and `_after`;
     the group has not changed."""
@@ -114,7 +111,7 @@ def _together(states: list[dict[str, Any]], part: str) -> Any:
     return zip(*(state[part] for state in states), strict=True)
 
 
-def _program(group: "ProcessGroup", saved: list[dict[str, Any]], redistribute: str) -> Program:
+def _program(group: Any, saved: list[dict[str, Any]], redistribute: str) -> Program:
     first = saved[0]
     calls = [
         Call(numel, _NAMED[dtype], _here(device), average, scatters)
