@@ -399,6 +399,24 @@ def test_gradients_of_parameters_are_compressed(kind: str) -> None:
         assert in_time(sum(steps))
 
 
+def excluding(rank: int, world: int) -> tuple[list[tuple[int, str]], str]:
+    """The sizes and codecs of the groups of DDP's one bucket, and what is said."""
+    said = io.StringIO()
+    model = DistributedDataParallel(network())
+    with redirect_stderr(said):
+        train(model, rank, 6)
+    assert alike(model)
+    (state,) = [p.state for p in group().programs if p.known]
+    return [(g["n"], g["codec"]) for g in state.stats()["groups"]], said.getvalue()
+
+
+def test_sizes_in_exclude_are_those_of_parameters_under_ddp() -> None:
+    backend = partial(compressing, "topk", density=0.1, exclude="<1KB")
+    for rank, (groups, said) in enumerate(run(excluding, 2, backend=backend)):
+        assert sorted(groups) == [(40 + 40 + 120 + 3, "none"), (480 + 1600, "topk")]
+        assert ("compresses 1 all-reduces of each backward pass (0.0 MB) with topk" in said) == (rank == 0)
+
+
 # ---- gradients that are all-reduced after backward()
 
 

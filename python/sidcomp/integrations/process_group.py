@@ -47,6 +47,7 @@ from sidcomp.integrations.ddp_buckets import Holding, Seen, holdings, models_on
 from sidcomp.integrations.recognition import AT_END, PATIENCE, Call, Door, Origin, Passes, Program, whose
 from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.integrations.works import Decoding, Reducing
+from sidcomp.runtime.announcement import compressed
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.optimizer_watch import Unfollowed
 
@@ -592,10 +593,11 @@ class ProcessGroup(dist.ProcessGroup):
         sent = sum(g.bytes_sent for g in groups)
         calls = [program.calls[i] for i in program.buckets]
         dense = sum(c.numel * c.dtype.itemsize for c in calls)
+        codec = next((g.plan.codec for g in groups if compressed(g)), groups[0].plan.codec)
         where = "of" if program in self._passes.programs else "after"
         notices.say(
             f"process group {self.group_desc!r} compresses {len(calls)} all-reduces {where} each backward "
-            f"pass ({dense / 1e6:.1f} MB) with {groups[0].plan.codec}: {sent / 1e6:.2f} MB, "
+            f"pass ({dense / 1e6:.1f} MB) with {codec}: {sent / 1e6:.2f} MB, "
             f"1/{dense / sent:.0f} of it. All else passes untouched to {self.inner_config}.",
             self.rank(),
         )
