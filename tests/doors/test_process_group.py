@@ -828,6 +828,34 @@ def test_models_that_take_turns_have_states_of_their_own() -> None:
         assert steps == [6, 6]
 
 
+def sharing(rank: int, world: int) -> list[int]:
+    """Two models of one size take turns, and flatten their gradients into the same buffer."""
+    buffer = torch.empty(len(flat(network())))
+
+    def average_in_buffer(p: nn.Parameter, own: list[nn.Parameter]) -> None:
+        if p is own[0]:  # the last one to come
+            torch.cat([p.grad.flatten() for p in own], out=buffer)
+            dist.all_reduce(buffer)
+            for p, part in zip(own, buffer.split([p.numel() for p in own]), strict=True):
+                p.grad.copy_(part.view_as(p) / world)
+
+    models = [network(0), network(1)]
+    for model in models:
+        own = list(model.parameters())
+        for p in own:
+            p.register_post_accumulate_grad_hook(partial(average_in_buffer, own=own))
+    for _ in range(5):
+        for model in models:
+            train(model, rank, 1)
+    assert all(map(alike, models))
+    return steps_of()
+
+
+def test_models_that_share_a_buffer_have_states_of_their_own() -> None:
+    for steps in run(sharing, 2, backend=partial(compressing, "topk", density=0.1)):
+        assert steps == [3, 3]
+
+
 def different(rank: int, world: int) -> Any:
     """A pass that has other calls, fewer of them, or more: from there on it is uncompressed."""
     said = io.StringIO()
@@ -966,6 +994,9 @@ def nothing_to_compress(rank: int, world: int, kind: str) -> str:
     if kind == "sharded":
         model = network()
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    elif kind == "activations":
+        model = network()
+        model[0].register_full_backward_hook(lambda *x: dist.all_reduce(x[2][0].clone()))
     else:
         model = DistributedDataParallel(network(width=5))
     with redirect_stderr(said):
@@ -975,7 +1006,14 @@ def nothing_to_compress(rank: int, world: int, kind: str) -> str:
     return said.getvalue()
 
 
-@pytest.mark.parametrize("kind, advice", [("sharded", "reduce_scatter=int8"), ("small", "min_bytes=1000")])
+@pytest.mark.parametrize(
+    "kind, advice",
+    [
+        ("sharded", "reduce_scatter=int8"),
+        ("small", "min_bytes=1000"),
+        ("activations", "hooks of the gradients of torch.nn.Parameter"),
+    ],
+)
 def test_it_says_that_nothing_can_be_compressed(kind: str, advice: str) -> None:
     for rank, said in enumerate(run(nothing_to_compress, 2, kind, backend=partial(compressing, "topk"))):
         assert said.count("has compressed nothing in 20 backward passes") == (rank == 0)

@@ -232,7 +232,9 @@ class ProcessGroup(dist.ProcessGroup):
             "all-gather, carry gradients of activations",
         )
         _watch.met(
-            "none is known to carry gradients of parameters: issue those in hooks of torch.nn.Parameter", self
+            "their all-reduces are not known to carry gradients of parameters: issue those in hooks of the "
+            "gradients of torch.nn.Parameter",
+            self,
         )
 
     def _small(self, what: str) -> None:

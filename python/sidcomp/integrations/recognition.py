@@ -72,6 +72,11 @@ class Origin:
         return self._key == new._key and not self.gone
 
 
+def _same(old: Origin | None, new: Origin | None) -> bool:
+    """Whether two calls may carry gradients of the same model."""
+    return old is None or new is None or old.same(new)
+
+
 class Call(NamedTuple):
     """What an all-reduce or reduce-scatter of one place in the program has in common from step to step."""
 
@@ -199,10 +204,13 @@ class Program:
         return min(map(self._likeness, self.places, places, self.origins, origins))
 
     def _likeness(self, old: Place, new: Place, mine: Origin | None, its: Origin | None) -> Likeness:
+        same = _same(mine, its)
+        if not same and self.pieces is None:
+            return Likeness.OTHER  # models may share a buffer
         if not old.freed and old.address == new.address:
             return Likeness.SAME
         if mine is not None and its is not None:
-            return Likeness.MOVED if mine.same(its) else Likeness.OTHER
+            return Likeness.MOVED if same else Likeness.OTHER
         # Buckets that are learnt stay. Other ones that follow them are another model's.
         return Likeness.MOVED if old.freed and not (self.known and self.fixed) else Likeness.OTHER
 
@@ -212,15 +220,15 @@ class Program:
             return False
         if self.loaded:
             return True
+        # The last gradient of one of DDP's buckets may be another one in each pass.
+        same = _same(self.origins[index], origin)
         if self.places[index].holds(tensor):
-            return True
-        mine = self.origins[index]
-        return not self.fixed and (mine is None or origin is None or mine.same(origin))
+            return same or self.pieces is not None
+        return same and not self.fixed
 
     def apart(self, origins: Sequence[Origin | None]) -> bool:
         """Whether its passes can be told from those with these origins by their first call."""
-        mine, its = self.origins[0], origins[0]
-        return mine is not None and its is not None and not mine.same(its)
+        return not _same(self.origins[0], origins[0])
 
     @property
     def gone(self) -> bool:
@@ -419,8 +427,7 @@ class Passes:
             self._came_again(alike, likeness, best)
         for program, gone in zip(learnt, told[len(alike) :], strict=True):
             if gone:
-                self.programs.remove(program)
-                self._forget(program)
+                self._drop([program])
         if self._passes == PATIENCE and not any(p.known for p in self.programs):
             self._in_vain()
 
@@ -447,5 +454,11 @@ class Passes:
         # Two programs with the same calls, neither of them fixed, can never be told apart. They are one if no
         # tensor of either is left: an exchange may let go of a tensor only after the next pass has begun.
         if not found.fixed:
-            moved = [p for p, like in zip(alike, likeness, strict=True) if like is Likeness.MOVED]
-            self.programs = [p for p in self.programs if p is found or p not in moved]
+            moved = (p for p, like in zip(alike, likeness, strict=True) if like is Likeness.MOVED)
+            self._drop([p for p in moved if p is not found])
+
+    def _drop(self, programs: Iterable[Program]) -> None:
+        for program in programs:
+            if program in self.programs:
+                self.programs.remove(program)
+                self._forget(program)
