@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sidcomp import notices
 from sidcomp.config.grouping import Regime
 from sidcomp.config.settings import Settings
-from sidcomp.errors import ArgumentError, SetupError
+from sidcomp.errors import ArgumentError, RankError, SetupError
 from sidcomp.runtime import announcement, checkpoint, forming
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.clipping import clip
@@ -38,6 +38,20 @@ from sidcomp.runtime.step import Step
 Future = torch.futures.Future
 
 _LOOK_AT = 3  # the step in which a GradScaler is looked for: it is made when the first loss is scaled
+
+# What a loaded checkpoint replaces, and what a rank that has loaded none goes on with.
+_REPLACED = (
+    "layout",
+    "tuner",
+    "regime",
+    "resume",
+    "unassigned",
+    "_kept_groups",
+    "_change_at",
+    "_check",
+    "_fresh",
+)
+_RELOADED = "it has loaded a checkpoint"
 
 UNFINISHED = "the backward pass before this one did not finish"
 
@@ -130,6 +144,8 @@ class Engine:
         self.current = Step(settings.seed)
         self._check: ReplicaCheck | None = None
         self._kept_groups: list[dict[str, Any]] = []  # the groups of a checkpoint, which stay as they are
+        self._replaced: dict[str, Any] | None = None  # by a checkpoint, since the last step
+        self._stays = True  # the door shows the same buckets in every step, and all of them
         self._model: Model | None = None
         self._refuse: Callable[[Layout], None] | None = None  # raises if the door cannot use a layout
         self._fresh = False  # the layout was made for the next step
@@ -250,9 +266,11 @@ class Engine:
         at: where the door is in its run; must be the same on all ranks, which compare it.
         """
         self.quiet()
+        if self._replaced is not None:
+            self._meet_others(self._replaced)
         self._refuse = refuse
         self._make(model, buckets, at)
-        self._fresh = True
+        self._fresh, self._stays = True, settled
         self.settled = settled or bool(self._kept_groups)
 
     def try_out(
@@ -357,7 +375,7 @@ class Engine:
         """Ends a step whose remaining buckets do not come on any rank. Groups that have been sent stay sent;
         the others keep their memory. A group must not be in several buckets of which some have come."""
         assert self.layout is not None
-        self._arrived = 0
+        self._arrived, self._stays = 0, False
         for b in self.layout.buckets:
             b.arrived = False
         for g in self.groups:
@@ -426,6 +444,65 @@ class Engine:
         assert self.layout is not None and self._model is not None
         self._make(self._model, [b.again() for b in self.layout.buckets])
 
+    def _meet_others(self, replaced: dict[str, Any]) -> None:
+        """Takes part, with an error, in the step that a rank begins here which has loaded no checkpoint, as
+        this one has: each would wait for the other. Raises RankError if there is such a rank. If all have
+        loaded one, this costs the bytes of a step."""
+        exchange, executor, self._replaced = self.exchange, self.executor, None
+        assert exchange is not None and executor is not None
+        # Where the buckets change anyway, all ranks make groups here, and compare how far they are.
+        if executor.on_device or exchange.world == 1 or exchange.rejoins or not self._stays:
+            return
+        since = f" of step {self.step} since its last step"
+        advice = "load one on all ranks, at the same point, or on none"
+        mine = RankError(f"{_RELOADED}{since}, and not every rank has: {advice}")
+        now = self._exchange_for(replaced)
+        try:
+            self._between()
+            assert self.layout is not None and self._check is not None
+            if self._check.on:
+                first = self.layout.buckets[0]
+                first.open(first.buffer, executor.future(), 0)
+                executor.compare(first, self.step - 1)
+            self._turn()
+            self._posted = 0
+            self._deferred = self.settings.clip_gradient > 0 or (
+                self.tuner is not None and self.tuner.deferred
+            )
+            for g in self.groups:
+                g.stage.begin(1.0)
+            self._withdraw(mine)
+            self.current.wait()
+            told = f"{type(mine).__name__}: {_RELOADED}"  # a small payload has room for less
+            reasons = [(r, why) for g in self.groups for r, why in enumerate(g.stage.reasons)]
+            absent = sorted({r for r, why in reasons if not why or not told.startswith(why[: len(told)])})
+        finally:
+            replaced = self._exchange_for(now)
+        if absent:
+            self._replaced = replaced  # the next step does the same
+            error = RankError(
+                f"rank {exchange.rank} has loaded a checkpoint{since}, and rank {absent[0]} has not: {advice}"
+            )
+            error.rank = absent[0]
+            raise error
+
+    def _exchange_for(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Takes these values of what a checkpoint replaces, and returns its own."""
+        mine = {name: getattr(self, name) for name in _REPLACED} | {"step": self.step}
+        for name in _REPLACED:
+            setattr(self, name, values[name])
+        self.current.number = values["step"]
+        return mine
+
+    def _turn(self) -> None:
+        """Gives the groups the form of the coming step: full precision, or not."""
+        assert self.layout is not None and self.executor is not None
+        if self.settings.full(self.step) is not self.layout.full:
+            self.layout.full = not self.layout.full
+            for g in self.layout.groups:
+                if g.has_full:
+                    self.executor.turn(g)
+
     def _make(self, model: Model, buckets: Sequence[Bucket], at: str = "") -> None:
         device = buckets[0].buffer.device
         exchange = self.connect(model, device, "the first backward pass")
@@ -457,6 +534,8 @@ class Engine:
             return layout
 
         what = f"the backward pass of step {self.step}, in which ranks form their groups"
+        if self.resume is not None:
+            what += " for the checkpoint that they have loaded"
         header = forming.header(self.settings, exchange, self.step) + at
         loaded = self.resume.source["step"] if self.resume is not None else None
         keeps = self.resume is not None or self.layout is not None
@@ -561,11 +640,7 @@ class Engine:
         if self.current.profiled and not self.on_device:
             with suppress(RuntimeError):  # in DDP's join(), outside of backward()
                 torch.autograd.Variable._execution_engine.queue_callback(self.executor.before_exit)
-        if self.settings.full(self.step) is not self.layout.full:
-            self.layout.full = not self.layout.full
-            for g in self.layout.groups:
-                if g.has_full:
-                    self.executor.turn(g)
+        self._turn()
         self.current.number += 1
         self.current.begun += 1
         self._posted, self._unable, factors = 0, None, {}
@@ -726,6 +801,8 @@ class Engine:
     def start_from(self, resume: checkpoint.Resume, planned: tuple[Tuner, Regime] | None) -> None:
         """Takes a loaded state, which is put into the groups when they are made. planned: the tuner to
         continue with, and its regime."""
+        if self.layout is not None:
+            self._replaced = {name: getattr(self, name) for name in _REPLACED} | {"step": self.step}
         self.resume, self.layout, self.unassigned = resume, None, {}
         self.informed = True
         self._kept_groups = resume.layout
@@ -744,7 +821,7 @@ class Engine:
     def close(self) -> None:
         """Frees the groups, the threads and the process groups."""
         self.farewell()
-        self.layout = None
+        self.layout = self._replaced = None
         self.follow(None, None)
         if self.executor is not None:
             self.executor.close()

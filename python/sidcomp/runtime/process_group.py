@@ -235,6 +235,8 @@ class Exchange:
     name of this point, for that text.
     """
 
+    rejoins = False  # a rank may come back with a checkpoint, to ranks that have loaded none
+
     def __init__(
         self, parent: dist.ProcessGroup, device: torch.device, what: str = "setting up sidcomp"
     ) -> None:

@@ -292,6 +292,8 @@ class RoundExchange(Exchange):
     check: raises if the round in progress has been given up.
     """
 
+    rejoins = True
+
     def __init__(
         self, rounds: Rounds, meeting: Meeting, device: torch.device, check: Callable[[], None]
     ) -> None:
