@@ -749,7 +749,8 @@ class State:
         starts anew, and the log "sidcomp" has a warning. Another memory, another model, or a missing or
         damaged field raises a CheckpointError that names it, and the State does not change. Parameters are
         compared here if the State is bound to its model, otherwise at first use. Call it between two
-        iterations.
+        iterations, on every rank at the same point: if one alone has loaded a state, the next step raises a
+        RankError on all.
 
         strict=False accepts a model in which other parameters have gradients, because some were frozen or
         released since. Residuals of parameters that are no longer averaged are dropped, new ones start from
