@@ -177,7 +177,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     except sidcomp.ArgumentError as e:
         p.error(f"--config {args.config}: {e}")
     parameters = dict(loaded.parameters)
-    preset = {**DEFAULTS, **loaded.arguments, **loaded.other}
+    preset = {**DEFAULTS, **loaded.arguments, **loaded.program}
     args.policy = preset.pop("policy")
     if unknown := sorted(set(preset) - set(vars(args))):
         p.error(f"--config {args.config}: unknown keys {', '.join(unknown)}")

@@ -21,7 +21,7 @@ from sidcomp.config.grouping import PLANNED, Groups, Regime, check_lists
 from sidcomp.config.policy import Exclude, Rules
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.config.settings import Candidates, Settings
-from sidcomp.errors import ArgumentError, CheckpointError, SetupError
+from sidcomp.errors import ArgumentError, CheckpointError, ParameterError, SetupError
 from sidcomp.planner import plan_plot
 from sidcomp.planner.profile import Profile
 from sidcomp.runtime import checkpoint
@@ -294,7 +294,10 @@ class State:
         of the file. Raises ArgumentError, which names the file and the key.
         """
         found = presets.load(name)
-        return cls(**{**found.arguments, **found.parameters, **changes})
+        try:
+            return cls(**{**found.arguments, **found.parameters, **changes})
+        except (ArgumentError, ParameterError) as e:
+            raise type(e)(f"preset {str(name)!r}: {e}") from e
 
     def __repr__(self) -> str:
         candidates = ", ".join(candidate.label for candidate in self.settings.candidates)
@@ -487,7 +490,8 @@ class State:
         report.trace(self._engine, path)
 
     def plot(self, path: str | Path) -> None:
-        """Draws the same to an image file. Needs matplotlib. Raises SetupError before the first step."""
+        """Draws the same to an image file. Needs matplotlib. Raises SetupError before the first step, and
+        ArgumentError if the file cannot be written."""
         rows = report.timelines(self._engine)
         if not any(rows.values()):
             raise SetupError("there is no iteration to draw yet: train some steps first")

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import inspect
 import json
 import math
 import os
@@ -257,9 +258,11 @@ def test_a_preset_can_be_changed_and_is_read_from_a_file(tmp_path: Path) -> None
     assert sidcomp.State.preset("redsync", density=0.25, seed=3).settings.seed == 3
     assert sidcomp.preset("redsync", seed=4).settings.seed == 4
     file = tmp_path / "mine.toml"
-    file.write_text('codec = "topk"\nfull_every = [[0, 1], [5, 0]]\nsteps = 3\n[parameters]\ndensity = 0.5\n')
+    file.write_text(
+        'codec = "topk"\nfull_every = [[0, 1], [5, 0]]\n[parameters]\ndensity = 0.5\n[program]\nsteps = 3\n'
+    )
     mine = presets.load(file)
-    assert mine.parameters == {"density": 0.5} and mine.other == {"steps": 3}
+    assert mine.parameters == {"density": 0.5} and mine.program == {"steps": 3}
     assert sidcomp.State.preset(file).settings.full_every == sidcomp.Schedule({0: 1, 5: 0})
 
 
@@ -271,16 +274,34 @@ def test_a_preset_can_be_changed_and_is_read_from_a_file(tmp_path: Path) -> None
         ("codec = 'topk'\nparameters = 3", "[parameters]"),
         ("codec = 'topk'\n[parameters]\nmemory = 'none'", "memory belongs above"),
         ("codec = 'topk'\n[[policy]]\nrule = '1-D'", "[[policy]]"),
+        ("cdec = 'topk'", "did you mean 'codec'"),
+        ("codec = 'topk'\ndensity = 0.1", "density is a parameter, and belongs below [parameters]"),
+        ("codec = 'topk'\nratio = 40", "ratio is a parameter, and belongs below [parameters]"),
+        ("codec = 'topk'\ndensty = 0.1", "did you mean 'density'"),
+        ("codec = 'topk'\nsede = 1", "did you mean 'seed'"),
+        ("codec = 'topk'\n[arguments]\nseed = 1", "no section 'arguments'"),
+        ("codec = 'topk'\n[parametrs]\ndensity = 0.1", "did you mean 'parameters'"),
+        ("codec = 'topk'\n[[polcy]]\nrule = '1-D'\ncodec = 'none'", "did you mean 'policy'"),
+        ("codec = 'topk'\n[progam]\nsteps = 1", "did you mean 'program'"),
+        ("codec = 'topk'\n[program]\nseed = 1", "seed belongs above"),
+        ("codec = 'topk'\n[parameters]\ndensty = 0.1", "did you mean 'density'"),
+        ("codec = 'topk'\n[[policy]]\nrule = '1-D'\ndensty = 0.1", "did you mean 'density'"),
+        ("codec = 'topk'\nfull_every = [[0, 1], [5]]", "full_every"),
     ],
 )
 def test_a_wrong_preset_is_refused(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text(text)
-    with pytest.raises(sidcomp.ArgumentError) as caught:
+    with pytest.raises((sidcomp.ArgumentError, sidcomp.ParameterError)) as caught:
         sidcomp.State.preset(file)
     assert said in str(caught.value) and str(file) in str(caught.value)
     with pytest.raises(sidcomp.ArgumentError, match="redsync"):
         sidcomp.State.preset("nothing")
+
+
+def test_a_preset_may_hold_every_argument_of_a_state() -> None:
+    of_state = set(inspect.signature(sidcomp.State).parameters) - {"process_group", "policy", "parameters"}
+    assert of_state == presets._ARGUMENTS
 
 
 def test_flags_override_the_preset(parse: Callable[..., argparse.Namespace]) -> None:
@@ -346,13 +367,15 @@ def test_wrong_flags_are_refused(
     parse: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "bad.toml").write_text('codec = "topk"\ncolour = "red"\n')
+    (tmp_path / "other.toml").write_text('codec = "topk"\n[program]\ncolour = "red"\n')
     (tmp_path / "empty.toml").write_text("")
     (tmp_path / "odd.toml").write_text('codec = "topk"\n[[policy]]\nrule = "1-D"\n')
     for args, text in {
         ("--config", "nosuch"): "there is no such file",
         ("--param", "density"): "NAME=VALUE",
         ("--resume",): "need --checkpoint",
-        ("--config", str(tmp_path / "bad.toml")): "unknown keys colour",
+        ("--config", str(tmp_path / "bad.toml")): "'colour' is no argument of State",
+        ("--config", str(tmp_path / "other.toml")): "unknown keys colour",
         ("--config", str(tmp_path / "empty.toml")): "codec is missing",
         ("--config", str(tmp_path / "odd.toml")): "a rule and settings",
     }.items():

@@ -1,18 +1,18 @@
 """Presets: the arguments of a State in a TOML file. Those of the papers are shipped in presets/.
 
-    codec = "redsync"
-    memory = "dgc"
-    full_every = [[0, 1], [25, 0]]     # a list of pairs [step, value] is a Schedule
+codec = "redsync"
+memory = "dgc"
+full_every = [[0, 1], [25, 0]]     # a list of pairs [step, value] is a Schedule
 
-    [parameters]                       # of the codec, the memory and the exchange
-    density = 0.001
+[parameters]                       # of the codec, the memory and the exchange
+density = 0.001
 
-    [[policy]]
-    rule = "<128KB"                    # or a list of rules
-    codec = "none"                     # the settings for parameters that match
+[[policy]]
+rule = "<128KB"                    # or a list of rules
+codec = "none"                     # the settings for parameters that match
 
-Other keys are for the program that trains with it: `follow = false` if the paper does not rescale the
-residual when the learning rate changes.
+[program]                          # for the program that trains with it, not for the State
+follow = false                     # the paper does not rescale the residual with the learning rate
 """
 
 import sys
@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sidcomp import files
+from sidcomp.config.registry import parameter_names
 from sidcomp.config.schedule import Schedule
 from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError
@@ -31,23 +33,27 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
 _FOLDER = Path(__file__).parent / "presets"
+_MOST = 2**16  # bytes of a file
+# Of State; all but process_group, which no file can name, and policy, which is a section.
 _ARGUMENTS = frozenset(
     {
         "codec", "memory", "groups", "seed", "exclude", "checksum_every", "isa", "candidates", "full_every",
-        "warmup", "exchange", "transport", "nonfinite", "clip_gradient", "Y", "alpha",
+        "warmup", "exchange", "transport", "K", "nonfinite", "clip_gradient", "Y", "alpha", "accuracy",
+        "profile",
     }
 )  # fmt: skip
+_SECTIONS = ("parameters", "policy", "program")
 
 
 @dataclass(frozen=True)
 class Preset:
     """arguments: of State, its codec included; parameters: of codec, memory and exchange, which State takes
-    as further arguments. other: keys that are no arguments of State."""
+    as further arguments; program: what is for the program that trains."""
 
     name: str
     arguments: Mapping[str, Any]
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    other: Mapping[str, Any] = field(default_factory=dict)
+    program: Mapping[str, Any] = field(default_factory=dict)
 
 
 def names() -> list[str]:
@@ -58,43 +64,77 @@ def names() -> list[str]:
 def load(name: str | Path) -> Preset:
     """The preset of this name, or in this TOML file. Raises ArgumentError, which names file and key."""
     path = Path(name) if str(name).endswith(".toml") else _FOLDER / f"{name}.toml"
-    try:
-        found = tomllib.loads(path.read_text())
-    except OSError:
+    if path.parent == _FOLDER and path.stem not in names():
         raise ArgumentError(
             f"preset {str(name)!r}: there is no such file; give a .toml file or one of {', '.join(names())}"
             f"{suggestion(name, names())}"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        )
+    text = files.read(path, "the preset", _MOST)
+    try:
+        files.bound_toml(text, "it")
+        return _of(path.stem, tomllib.loads(text))
+    except tomllib.TOMLDecodeError as e:
         raise ArgumentError(f"preset {path}: it is not TOML: {e}") from None
+    except ArgumentError as e:
+        raise ArgumentError(f"preset {path}: {e}") from None
+
+
+def _of(name: str, found: dict[str, Any]) -> Preset:
+    for key, value in found.items():
+        if key not in _ARGUMENTS and key not in _SECTIONS:
+            raise ArgumentError(_misplaced(key, value))
     if not isinstance(found.get("codec"), str):
-        raise ArgumentError(f"preset {path}: codec is missing; name one that sidcomp.codecs() lists")
-    parameters = found.pop("parameters", {})
-    if not isinstance(parameters, dict):
-        raise ArgumentError(f"preset {path}: parameters is {parameters!r}; write a table, [parameters]")
-    if both := sorted(_ARGUMENTS.intersection(parameters)):
-        raise ArgumentError(f"preset {path}: {', '.join(both)} belongs above [parameters]")
-    rules = _policy(found.pop("policy", []), path)
-    arguments = {key: _scheduled(found.pop(key)) for key in sorted(_ARGUMENTS.intersection(found))}
-    if rules:
+        raise ArgumentError("codec is missing; name one that sidcomp.codecs() lists")
+    parameters, program = (_table(found, section) for section in ("parameters", "program"))
+    for section, table in (("parameters", parameters), ("program", program)):
+        if both := sorted(_ARGUMENTS.intersection(table)):
+            raise ArgumentError(f"{', '.join(both)} belongs above [{section}], in no section")
+    arguments = {key: _scheduled(key, found[key]) for key in sorted(_ARGUMENTS.intersection(found))}
+    if rules := _policy(found.get("policy", [])):
         arguments["policy"] = rules
-    own = {key: _scheduled(value) for key, value in parameters.items()}
-    return Preset(path.stem, arguments, own, found)
+    own = {key: _scheduled(key, value) for key, value in parameters.items()}
+    return Preset(name, arguments, own, program)
 
 
-def _scheduled(value: Any) -> Any:
+def _misplaced(key: str, value: Any) -> str:
+    """Says what is wrong with a key that is neither an argument nor a section."""
+    if isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict)):
+        return (
+            f"there is no section {files.shown(key)}{suggestion(key, _SECTIONS)}: arguments of State stand "
+            "first, in no section; then come [parameters], [[policy]] and [program]"
+        )
+    if key in parameter_names():
+        return f"{key} is a parameter, and belongs below [parameters]"
+    known = sorted(_ARGUMENTS | parameter_names())
+    return (
+        f"{files.shown(key)} is no argument of State{suggestion(key, known)}; what is for the program that "
+        "trains belongs below [program]"
+    )
+
+
+def _table(found: dict[str, Any], section: str) -> dict[str, Any]:
+    table = found.get(section, {})
+    if not isinstance(table, dict):
+        raise ArgumentError(f"{section} is {files.shown(table)}; write a table, [{section}]")
+    return table
+
+
+def _scheduled(key: str, value: Any) -> Any:
     """A list of pairs [step, value] is a schedule."""
-    if isinstance(value, list) and value and all(isinstance(pair, list) for pair in value):
+    if not (isinstance(value, list) and value and all(isinstance(pair, list) for pair in value)):
+        return value
+    try:
         return Schedule(value)
-    return value
+    except ArgumentError as e:
+        raise ArgumentError(f"{key}: {e}") from None
 
 
-def _policy(tables: Any, path: Path) -> list[tuple[Any, dict[str, Any]]]:
+def _policy(tables: Any) -> list[tuple[Any, dict[str, Any]]]:
     out: list[tuple[Any, dict[str, Any]]] = []
     for table in tables if isinstance(tables, list) else [tables]:
         if not isinstance(table, dict) or "rule" not in table or len(table) < 2:
-            raise ArgumentError(f"preset {path}: a [[policy]] has a rule and settings, not {table!r}")
-        settings = {name: _scheduled(value) for name, value in table.items() if name != "rule"}
+            raise ArgumentError(f"a [[policy]] has a rule and settings, not {files.shown(table)}")
+        settings = {name: _scheduled(name, value) for name, value in table.items() if name != "rule"}
         rules = table["rule"] if isinstance(table["rule"], list) else [table["rule"]]
         out += [(rule, settings) for rule in rules]
     return out

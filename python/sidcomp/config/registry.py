@@ -119,6 +119,12 @@ def exchanges() -> tuple[Codec, ...]:
     return tuple(replace(_entry(i), memory="") for i in _core.exchanges())
 
 
+def parameter_names() -> frozenset[str]:
+    """The names of all parameters that a State takes, whatever its codec, memory and exchange are."""
+    entries = (*codecs(), *memories(), *exchanges())
+    return frozenset({"ratio", *(p.name for entry in entries for p in entry.parameters)})
+
+
 def _find(entries: tuple[Codec, ...], name: str, what: str) -> Codec:
     for entry in entries:
         if entry.name == name:
