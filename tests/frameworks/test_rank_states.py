@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 
 import sidcomp
 import torch
+from full_disk import no_more_than
 from harness import run
 from launched import ARGUMENTS, network
 from sidcomp.integrations import rank_states
@@ -71,3 +72,38 @@ def test_a_damaged_file_is_refused_on_every_rank(
     damaged.write_bytes(damaged.read_bytes()[:200])
     for text in run(read, world, str(tmp_path)):
         assert isinstance(text, str) and "sidcomp-rank1.pt is damaged" in text
+
+
+def write_twice(rank: int, world: int, folder: str) -> tuple[str, bool]:
+    """The second time the disk is full. What the error says, and whether the first file still loads."""
+    ddp, state = registered()
+    run_name = rank_states.agree_on_run(state)
+    ddp(torch.randn(8, 20)).square().mean().backward()
+    rank_states.write(folder, state, run_name)
+    before = {name: x.clone() for name, x in state.state_dict()["residuals"].items()}
+    ddp(torch.randn(8, 20)).square().mean().backward()
+    with no_more_than(2000), pytest.raises(sidcomp.CheckpointError) as caught:
+        rank_states.write(folder, state, run_name)
+    assert rank_states.read(folder, state)
+    after = state.state_dict()["residuals"]
+    return str(caught.value), all(torch.equal(after[name], x) for name, x in before.items())
+
+
+def test_a_full_disk_leaves_the_file_before_and_says_so(tmp_path: Path) -> None:
+    for rank, (text, same) in enumerate(run(write_twice, 2, str(tmp_path))):
+        assert same and f"cannot write {tmp_path}/sidcomp-rank{rank}.pt: File too large" in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["sidcomp-rank0.pt", "sidcomp-rank1.pt"]
+
+
+def write_nowhere(rank: int, world: int, folder: str) -> str:
+    _, state = registered()
+    run_name = rank_states.agree_on_run(state)
+    with pytest.raises(sidcomp.CheckpointError) as caught:
+        rank_states.write(Path(folder) / "file" / "inside", state, run_name)
+    return str(caught.value)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for text in run(write_nowhere, 2, str(tmp_path)):
+        assert "file/inside" in text and "Not a directory" in text

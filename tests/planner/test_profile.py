@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -306,7 +307,7 @@ def drawn(rows: dict[str, Any], title: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     made = []
     monkeypatch.setattr(figures.Figure, "savefig", lambda figure, path, **_: made.append(figure))
-    plan_plot.draw(rows, "unused.png", title)
+    plan_plot.draw(rows, os.devnull, title)
     FigureCanvasAgg(made[0]).draw()
     return made[0]
 

@@ -19,7 +19,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from sidcomp import core as _core
-from sidcomp import notices
+from sidcomp import files, notices
 from sidcomp.autotune import measurement
 from sidcomp.autotune.collective_benchmark import collective
 from sidcomp.autotune.journal import Entry, Journal, digest
@@ -346,7 +346,8 @@ class Controller:
             "given": digest(self.given.plain()) if self.given is not None else "",
         }
         what = "the step in which ranks begin or resume to plan"
-        rows = [json.loads(row) for row in p.exchange.tell_texts(json.dumps(mine), what)]
+        told = p.exchange.tell_texts(json.dumps(mine), what)
+        rows = [files.parse_json(row, f"what rank {r} says of its plan") for r, row in enumerate(told)]
         if len({row["given"] for row in rows}) > 1:
             self.given = None
             notices.warn(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sidcomp import files
 from sidcomp.autotune import measurement
 from sidcomp.autotune.controller import Controller
 from sidcomp.config.grouping import DENSE, shorten
@@ -205,4 +206,5 @@ def trace(p: Engine, path: str | Path) -> None:
                 label = labels[row["group"]] if row["group"] < len(labels) else f"group {row['group']}"
                 event = {"ph": "X", "pid": pid, "tid": tid, "name": label}
                 events.append({**event, "ts": start * 1e-6, "dur": (end - start) * 1e-6})
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    files.write(path, lambda file: file.write(text.encode()))

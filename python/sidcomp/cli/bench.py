@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from sidcomp import files
 from sidcomp.cli.common import Codecs, Json, codecs_of, count, refuse_plot, refuse_unwritable
 from sidcomp.config.kinds import from_environment
 from sidcomp.errors import ArgumentError, SetupError, SidcompError
@@ -304,4 +305,4 @@ def draw(methods: Sequence[Method], sizes: Sequence[int], ranks: int, path: Path
     axis.set_title(f"Time to average a gradient between {ranks} ranks", fontsize=11)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    files.picture(path, figure)

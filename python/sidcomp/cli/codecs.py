@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from sidcomp import core as _core
+from sidcomp import files
 from sidcomp.cli.common import Json, codec_names, grid
 from sidcomp.config.registry import Codec, Parameter, codecs, find_codec, memories
-from sidcomp.errors import ParameterError
-from sidcomp.planner import fusion
+from sidcomp.errors import ArgumentError, ParameterError
 
 
 def codecs_command(
@@ -50,12 +50,12 @@ def _measured(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = fusion.parse_json(path.read_text(), "it")
+        found = files.parse_json(files.read(path, "the measurements"), str(path))
         _costs(found)
     except (LookupError, TypeError, AttributeError) as e:
         raise typer.BadParameter(f"{path} is not what `make bench-codecs` writes ({e!r})") from None
-    except (ValueError, OSError) as e:
-        raise typer.BadParameter(f"cannot read {path}: {e}") from None
+    except ArgumentError as e:
+        raise typer.BadParameter(str(e)) from None
     return found  # type: ignore[no-any-return]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.errors import ArgumentError, CheckpointError
-from sidcomp.integrations.rank_states import agree_on_run, check_origins, group_of
+from sidcomp.integrations.rank_states import agree_on_run, check_origins, checked, group_of
 from sidcomp.state import State
 
 
@@ -82,14 +82,10 @@ class Entries:
         data = entries.get(name)
         if not isinstance(data, bytes):
             raise CheckpointError(f"the checkpoint has no entry {name} that Entries has saved")
-        try:
-            saved = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-            world = int(saved["state"]["world"])
-            saved["run"], saved["state"]["step"]
-        except Exception as e:
-            raise CheckpointError(f"the entry {name} is damaged ({type(e).__name__}: {e})") from e
+        saved = checked(io.BytesIO(data), f"the entry {name}")
+        world = saved["state"]["world"]
         if world not in (0, self._saved_by or self._world):
             raise CheckpointError(
                 f"the entry {name} was saved by {world} ranks: load it with Entries(state, saved_by={world})"
             )
-        return saved  # type: ignore[no-any-return]
+        return saved

@@ -6,7 +6,6 @@ of different runs or steps, and all of them learn that a rank's state is missing
 """
 
 import io
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidcomp import notices
+from sidcomp import files, notices
 from sidcomp.errors import CheckpointError, SetupError
+from sidcomp.runtime.plain_data import count, record, text
 from sidcomp.state import State
 
 _PART = 1 << 26  # bytes of a message of `gather`; a GPU holds no more than one
@@ -44,12 +44,15 @@ def agree_on_run(state: State) -> str:
 
 
 def write(folder: str | Path, state: State, run: str, model: int = 0) -> None:
-    """Writes this rank's file. model: the State's number, if a program has several."""
+    """Writes this rank's file. model: the State's number, if a program has several. Raises CheckpointError,
+    which names file and cause; the file is then as it was before."""
     path = file_of(Path(folder), dist.get_rank(group_of(state)), model)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    torch.save({"run": run, "state": state.state_dict()}, new)
-    os.replace(new, path)  # a run that ends in between leaves the old file
+    saved = {"run": run, "state": state.state_dict()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise CheckpointError(f"cannot make the folder {path.parent}: {e.strerror}") from e
+    files.write(path, lambda file: torch.save(saved, file), CheckpointError)
 
 
 def read(folder: str | Path, state: State, model: int = 0) -> bool:
@@ -67,7 +70,7 @@ def read(folder: str | Path, state: State, model: int = 0) -> bool:
         found = _read(folder, rank, world, model)
     except Exception as e:
         problem = f"rank {rank}: {e}"
-    origins = sorted({(str(f["run"]), int(f["state"]["step"])) for f in found})
+    origins = sorted({(f["run"], f["state"]["step"]) for f in found})
     told: list[Any] = [None] * world
     dist.all_gather_object(told, (problem, origins), group)
     problems = [p for p, _ in told if p]
@@ -91,7 +94,7 @@ def _read(folder: Path, rank: int, world: int, model: int) -> list[dict[str, Any
     """Returns this rank's own file or, if the number of ranks was another one, those of all old ranks."""
     own = file_of(folder, rank, model)
     first = _load(own if own.exists() else file_of(folder, 0, model))
-    old = int(first["state"]["world"])
+    old = first["state"]["world"]
     if old in (0, world):  # 0: saved before the first step
         return [first] if own.exists() else [_load(own)]
     return [_load(file_of(folder, r, model)) for r in range(old)]
@@ -103,11 +106,20 @@ def _load(path: Path) -> dict[str, Any]:
             f"there is no {path}: every rank saves its own state, so save the checkpoint on every rank, and "
             "where all ranks that load it find it"
         )
+    return checked(path, str(path))
+
+
+_check_saved = record({"run": text, "state": record({"world": count, "step": count})})
+
+
+def checked(source: Path | io.BytesIO, where: str) -> dict[str, Any]:
+    """Loads what one rank has saved: its run, and its State's state_dict. where: for messages. Raises
+    CheckpointError, whatever the source holds."""
     try:
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        saved["run"], saved["state"]["world"], saved["state"]["step"]
+        saved = torch.load(source, weights_only=True, map_location="cpu")
+        _check_saved(saved, "it")
     except Exception as e:
-        raise CheckpointError(f"{path} is damaged, or no state of sidcomp ({type(e).__name__}: {e})") from e
+        raise CheckpointError(f"{where} is damaged, or no state of sidcomp ({type(e).__name__}: {e})") from e
     return saved  # type: ignore[no-any-return]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sidcomp import core as _core
+from sidcomp import files
 from sidcomp.errors import ArgumentError
 
 VERSION = 1  # of the plan's format; evaluate() refuses other versions
@@ -95,7 +96,7 @@ def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if isinstance(instance, str | Path):
         instance = _read(instance)
     if not isinstance(instance, Mapping):
-        raise ArgumentError(f"the instance must be a dictionary, JSON or a path, not {_said(instance)}")
+        raise ArgumentError(f"the instance must be a dictionary, JSON or a path, not {files.shown(instance)}")
     _fields("the instance", instance, _INSTANCE, _OPTIONAL)
     tensors = _list("tensors", instance["tensors"])
     for i, tensor in enumerate(tensors):
@@ -117,7 +118,7 @@ def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         _within(f"cut_before[{i}]", cut, 0, len(tensors) - 1)
     decode = instance.get("decode", "side")
     if decode not in _DECODE:
-        raise ArgumentError(f"decode must be 'side' or 'main', not {_said(decode)}")
+        raise ArgumentError(f"decode must be 'side' or 'main', not {files.shown(decode)}")
     overlap = _within("overlap_permille", instance.get("overlap_permille", 0), 0, 1000)
     slowdown = _within("stolen_permille", instance.get("stolen_permille", 0), 0, 999)
     if overlap and slowdown:
@@ -138,34 +139,8 @@ def _read(source: str | Path) -> Any:
     text, name = str(source), "the instance"
     if isinstance(source, Path) or not text.lstrip().startswith("{"):
         name = text
-        try:
-            text = Path(source).read_text()
-        except OSError as e:
-            raise ArgumentError(f"cannot read the instance {name}: {e.strerror}") from None
-        except ValueError as e:  # not UTF-8, or not a path
-            raise ArgumentError(f"cannot read the instance {name}: {e}") from None
-    return parse_json(text, name)
-
-
-def parse_json(text: str, name: str) -> Any:
-    """Parses JSON. Raises ArgumentError, which begins with `name`, also for a field that occurs twice:
-    json.loads would take the last one."""
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(items)
-        if len(fields) < len(items):
-            twice = next(key for key in fields if sum(key == k for k, _ in items) > 1)
-            raise ArgumentError(f"{name} has {twice!r} twice: remove one")
-        return fields
-
-    try:
-        return json.loads(text, object_pairs_hook=pairs)
-    except ArgumentError:
-        raise
-    except ValueError as e:
-        raise ArgumentError(f"{name} is not JSON: {e}") from None
-    except RecursionError:
-        raise ArgumentError(f"{name} is nested too deeply") from None
+        text = files.read(source, "the instance")
+    return files.parse_json(text, name)
 
 
 def build(instance: Mapping[str, Any]) -> _core.Instance:
@@ -200,7 +175,7 @@ def _method_index(methods: Sequence[Mapping[str, Any]], method: object) -> int:
         return _integer("method", method)
     names = [m["name"] for m in methods]
     if method not in names:
-        raise ArgumentError(f"no method is called {method!r}: the instance has {', '.join(names)}")
+        raise ArgumentError(f"no method is called {files.shown(method)}: the instance has {', '.join(names)}")
     return names.index(method)
 
 
@@ -228,16 +203,18 @@ def _lists(plan: Mapping[str, Any], instance: dict[str, Any] | None = None) -> t
 
 def _fields(where: str, value: Any, needed: set[str], optional: set[str] = frozenset()) -> None:  # type: ignore[assignment]
     if not isinstance(value, Mapping):
-        raise ArgumentError(f"{where} must be a dictionary, not {_said(value)}")
+        raise ArgumentError(f"{where} must be a dictionary, not {files.shown(value)}")
     for field in sorted(needed - value.keys()):
         raise ArgumentError(f"{where} lacks {field!r}")
     for field in sorted(map(str, value.keys() - needed - optional)):
-        raise ArgumentError(f"{where} has no field {field!r}: it has {', '.join(sorted(needed | optional))}")
+        raise ArgumentError(
+            f"{where} has no field {files.shown(field)}: it has {', '.join(sorted(needed | optional))}"
+        )
 
 
 def _list(where: str, value: Any) -> list[Any]:
     if not isinstance(value, list | tuple):
-        raise ArgumentError(f"{where} must be a list, not {_said(value)}")
+        raise ArgumentError(f"{where} must be a list, not {files.shown(value)}")
     return list(value)
 
 
@@ -247,33 +224,26 @@ def _integer(where: str, value: Any) -> int:
 
 def _within(where: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentError(f"{where} must be an integer, not {_said(value)}")
+        raise ArgumentError(f"{where} must be an integer, not {files.shown(value)}")
     if not low <= value <= high:
-        raise ArgumentError(f"{where} must be {low} to {high}, not {_said(value)}")
+        raise ArgumentError(f"{where} must be {low} to {high}, not {files.shown(value)}")
     return value
 
 
 def _string(where: str, value: Any) -> None:
     if not isinstance(value, str):
-        raise ArgumentError(f"{where} must be a string, not {_said(value)}")
+        raise ArgumentError(f"{where} must be a string, not {files.shown(value)}")
     try:
         value.encode()
     except UnicodeError:
         raise ArgumentError(
-            f"{where} is {_said(value)}, which is not valid Unicode: it has a lone surrogate"
+            f"{where} is {files.shown(value)}, which is not valid Unicode: it has a lone surrogate"
         ) from None
 
 
 def _knots(where: str, value: Any) -> None:
     for i, knot in enumerate(_list(where, value)):
         if not isinstance(knot, list | tuple) or len(knot) != 2:
-            raise ArgumentError(f"{where}[{i}] must be [bytes, ps], not {_said(knot)}")
+            raise ArgumentError(f"{where}[{i}] must be [bytes, ps], not {files.shown(knot)}")
         for part, number in zip(("bytes", "ps"), knot, strict=True):
             _integer(f"{where}[{i}], its {part},", number)
-
-
-def _said(value: object) -> str:
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -5,6 +5,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from sidcomp import files
 from sidcomp.errors import SetupError
 from sidcomp.planner.fusion import SPANS
 
@@ -19,7 +20,8 @@ def draw(rows: Mapping[str, Timeline | None], path: str | Path, title: str) -> N
 
     A timeline is what sidcomp.plan() returns; None is skipped. The path's suffix chooses the format. The
     two shades of a row alternate from group to group. Compressed groups are hatched: those with a true
-    "compressed" or, without that key, those that are encoded. Raises SetupError if matplotlib is missing.
+    "compressed" or, without that key, those that are encoded. Raises SetupError if matplotlib is missing, and
+    ArgumentError, which names file and cause, if it cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -47,7 +49,7 @@ def draw(rows: Mapping[str, Timeline | None], path: str | Path, title: str) -> N
     axes[-1].set_xlim(0, max(end, 1) / 1e9 * 1.01)
     kinds = (Patch(fc=GREY, ec="white", hatch="////", label="compressed"), Patch(fc=GREY, label="sent dense"))
     figure.legend(handles=kinds, loc="outside lower right", ncols=2, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    files.picture(path, figure)
 
 
 def _bar(axis: Any, row: int, group: int, span: Sequence[int], color: str, hatch: str, end: int) -> None:

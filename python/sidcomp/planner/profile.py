@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sidcomp import core as _core
+from sidcomp import files
 from sidcomp.errors import ArgumentError
 from sidcomp.planner import fusion
 from sidcomp.planner.cost_curve import Curve
@@ -93,9 +94,11 @@ class Profile:
     # ---- as a file
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile to a JSON file, which `load` reads."""
+        """Writes the profile to a JSON file, which `load` reads. Raises ArgumentError, which names file and
+        cause; the file is then as it was before."""
         lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in self.plain().items())
-        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        text = "{\n" + ",\n".join(lines) + "\n}\n"
+        files.write(path, lambda file: file.write(text.encode()))
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
@@ -103,21 +106,18 @@ class Profile:
         if not isinstance(path, str | Path):
             raise ArgumentError(f"profile {path!r}: give the path of a file that Profile.save has written")
         try:
-            text = Path(path).read_text()
-        except OSError as e:
+            text = files.read(path, "the profile")
+        except ArgumentError as e:
             raise ArgumentError(
-                f"cannot read the profile {path}: {e.strerror}; give a file that state.profile.save() or "
-                "`sidcomp bench --save` has written"
+                f"{e}; give a file that state.profile.save() or `sidcomp bench --save` has written"
             ) from None
-        except ValueError as e:  # not UTF-8, or not a path
-            raise ArgumentError(f"cannot read the profile {path}: {e}") from None
         try:
-            data = fusion.parse_json(text, "it")
+            data = files.parse_json(text, "it")
             if isinstance(data, dict) and "format" in data and data["format"] != FORMAT:
                 found = data["format"]
                 raise ArgumentError(f"it has format {found!r}, this sidcomp reads {FORMAT}")
             return cls.of(data)
-        except ValueError as e:  # includes ArgumentError
+        except ArgumentError as e:
             raise ArgumentError(f"{path} is not a complete profile ({e}): delete it and measure again") from e
 
     def plain(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Profile:
         fusion._within("overlap_permille", self.overlap_permille, 0, 1000)
         _finite("measured_s", self.measured_s)
         if not isinstance(self.contention, Mapping):
-            raise ArgumentError(f"contention must be a dictionary, not {fusion._said(self.contention)}")
+            raise ArgumentError(f"contention must be a dictionary, not {files.shown(self.contention)}")
         for name, permille in self.contention.items():
             fusion._string("a name of contention", name)
             least, most = (0, 999) if name == "stolen_permille" else (0, _MOST)
@@ -342,14 +342,14 @@ def parse_method(data: Any, where: str = "the method") -> Method:
         fusion._string(f"{where}.{name}", data[name])
     parameters = data["parameters"]
     if not isinstance(parameters, Mapping):
-        raise ArgumentError(f"{where}.parameters must be a dictionary, not {fusion._said(parameters)}")
+        raise ArgumentError(f"{where}.parameters must be a dictionary, not {files.shown(parameters)}")
     for name, value in parameters.items():
         fusion._string(f"a name of {where}.parameters", name)
         if isinstance(value, str):
             fusion._string(f"{where}.parameters[{name!r}]", value)
         elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ArgumentError(
-                f"{where}.parameters[{name!r}] must be a number or a string, not {fusion._said(value)}"
+                f"{where}.parameters[{name!r}] must be a number or a string, not {files.shown(value)}"
             )
     curves = {s: _curve(f"{where}.{s}", data.get(s), s == "exchange_curve") for s in _STAGES}
     return Method(**{**data, **curves})
@@ -374,22 +374,21 @@ def _curve(where: str, data: Any, needed: bool) -> Curve | None:
 
 def _row(where: str, row: Any, n: int) -> None:
     if len(fusion._list(where, row)) != n:
-        raise ArgumentError(f"{where} must be {n} numbers, not {fusion._said(row)}")
+        raise ArgumentError(f"{where} must be {n} numbers, not {files.shown(row)}")
     for number in row:
         fusion._within(where, number, 0, _MOST)
 
 
 def _finite(where: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ArgumentError(f"{where} must be a finite number, 0 or greater, not {fusion._said(value)}")
+        raise ArgumentError(f"{where} must be a finite number, 0 or greater, not {files.shown(value)}")
 
 
 def _unlike(where: str, names: list[str]) -> None:
     if not names:
         raise ArgumentError(f"{where} is empty")
-    if len(set(names)) < len(names):
-        twice = next(n for n in names if names.count(n) > 1)
-        raise ArgumentError(f"{where} has {twice!r} twice")
+    if (name := files.twice(names)) is not None:
+        raise ArgumentError(f"{where} has {name!r} twice")
 
 
 def _change(what: str, before: int, now: int) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from sidcomp import core as _core
+from sidcomp import files
 from sidcomp.config.grouping import DENSE, PLANNED
 from sidcomp.config.registry import find_codec, find_memory
 from sidcomp.errors import CheckpointError, SidcompError
@@ -15,6 +16,8 @@ from sidcomp.errors import CheckpointError, SidcompError
 FORMAT = 1
 STATE_HEADER = _core.state_header_bytes  # before the vectors in a state (sid_state)
 _MOST = 2**62
+_HOLDERS = (Mapping, list, tuple)
+_DEPTH, _ENTRIES = 32, 2**22  # of what is read
 # The arguments of the saved State, to be compared with those of the one that loads it. Older versions lack
 # some.
 _SETTINGS: dict[str, tuple[type, ...]] = {
@@ -34,7 +37,24 @@ _SETTINGS: dict[str, tuple[type, ...]] = {
 def read(given: object, where: str = "") -> dict[str, Any]:
     """Returns a checked copy, with residuals in float32 on the CPU. Raises CheckpointError. where: a name of
     the state, with which errors begin."""
+    _bound(given, where)
     return _Reader(where).state(_without_wrapper(given))
+
+
+def _bound(given: object, where: str) -> None:
+    """Raises CheckpointError for lists and dictionaries that have too many levels or, where they share parts,
+    too many entries to be read."""
+    entries, open_ = 0, [(given, 0)] if isinstance(given, _HOLDERS) else []
+    while open_:
+        x, depth = open_.pop()
+        inner = (*x.keys(), *x.values()) if isinstance(x, Mapping) else x
+        entries += len(inner)
+        if depth > _DEPTH or entries > _ENTRIES:
+            raise CheckpointError(
+                f"{where}the state has more than {_DEPTH} levels or {_ENTRIES} entries: the checkpoint is "
+                "damaged, load another"
+            )
+        open_ += [(one, depth + 1) for one in inner if isinstance(one, _HOLDERS)]
 
 
 def without_wrapper(name: str) -> str:
@@ -56,8 +76,7 @@ def _without_wrapper(x: Any) -> Any:
 def _shown(x: object) -> str:
     if isinstance(x, torch.Tensor):
         return f"a tensor of {str(x.dtype).removeprefix('torch.')}, {list(x.shape)}, on {x.device}"
-    text = repr(x)
-    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(x).__name__})"
+    return f"{files.shown(x)} ({type(x).__name__})"
 
 
 def _is_plain(x: object) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from sidcomp import files
 from sidcomp.errors import CheckpointError
 
 Check = Callable[[object, str], None]  # raises CheckpointError, which names the field
@@ -10,9 +11,7 @@ _DAMAGED = ": the checkpoint is damaged, load another"
 
 
 def wrong(where: str, value: object, what: str) -> CheckpointError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else shown[:60] + "..."
-    return CheckpointError(f"{where} is {shown}, not {what}{_DAMAGED}")
+    return CheckpointError(f"{where} is {files.shown(value)}, not {what}{_DAMAGED}")
 
 
 def count(value: object, where: str) -> None:

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from sidcomp import files
 from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.planner import fusion
 
@@ -59,14 +60,12 @@ def read_model(source: str | Path) -> Model:
     if colon and zoo in _ZOOS:
         return _of_zoo(zoo, name)
     try:
-        text = Path(source).read_text()
-    except (OSError, ValueError) as e:
-        why = e.strerror if isinstance(e, OSError) else e
+        text = files.read(source, "the model")
+    except ArgumentError as e:
         raise ArgumentError(
-            f"cannot read the model {source}: {why}; give a file of parameters, a Hugging Face config.json, "
-            "torchvision:NAME or timm:NAME"
+            f"{e}; give a file of parameters, a Hugging Face config.json, torchvision:NAME or timm:NAME"
         ) from None
-    return of_json(fusion.parse_json(text, str(source)), str(source))
+    return of_json(files.parse_json(text, str(source)), str(source))
 
 
 def of_json(data: Any, name: str = "the model") -> Model:
@@ -107,10 +106,8 @@ def _shape(where: str, key: Any, value: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _checked(model: Model, name: str) -> Model:
-    names = [p.name for p in model.parameters]
-    if len(set(names)) < len(names):
-        twice = next(n for n in names if names.count(n) > 1)
-        raise ArgumentError(f"{name} has {twice!r} twice: name each parameter once")
+    if (again := files.twice(p.name for p in model.parameters)) is not None:
+        raise ArgumentError(f"{name} has {again!r} twice: name each parameter once")
     if not 0 < model.elements <= _MOST:
         raise ArgumentError(f"{name} has {model.elements} elements: 1 to 2**40 are supported")
     return model

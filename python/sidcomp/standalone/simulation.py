@@ -10,6 +10,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from sidcomp import core as _core
+from sidcomp import files
 from sidcomp.config.accuracy import CodecSpec
 from sidcomp.config.kinds import is_list, is_number, is_whole
 from sidcomp.config.registry import exchanges, find_codec, find_exchange, find_memory
@@ -156,7 +157,7 @@ class Simulation:
         )
         axis.grid(alpha=0.3)
         axis.legend(handlelength=3)
-        figure.savefig(path, dpi=150)
+        files.picture(path, figure)
 
 
 def simulate(
