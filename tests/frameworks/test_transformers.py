@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,10 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
         def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
             self.logs.append(dict(logs))
 
-    def train(compression: Compression, name: str, resume: str | None = None) -> tuple[Any, Watcher]:
+    def train(
+        compression: Compression, name: str, resume: str | None = None, flag: str | None = None
+    ) -> tuple[Any, Watcher]:
+        """resume: what train() is given; flag: --resume_from_checkpoint."""
         arguments = transformers.TrainingArguments(
             str(Path(room) / name),
             per_device_train_batch_size=BATCH,
@@ -100,6 +104,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
             use_cpu=True,
             report_to=[],
             disable_tqdm=True,
+            resume_from_checkpoint=flag,
         )
         model, watcher = Model(), Watcher(compression)
         trainer = InOrder(
@@ -127,6 +132,15 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     out["files"] = sorted(p.name for p in half.glob("sidcomp*"))
     _, watcher = train(Compression(**ARGUMENTS, resume_from=half), "resumed", str(half))
     out["resumed"], out["first"] = watcher.seen, watcher.first
+    _, watcher = train(Compression(**ARGUMENTS), "flag", str(half), str(half))
+    out["flag"] = watcher.seen
+    last = Path(room) / "whole" / f"checkpoint-{2 * STEPS}"
+    moved = Path(room) / "moved" / half.name
+    if rank == 0:
+        shutil.copytree(half, moved)
+    torch.distributed.barrier()
+    _, watcher = train(Compression(**ARGUMENTS), "moved", str(moved), str(last))
+    out["unused flag"] = watcher.seen
     out["example"] = example("transformers_callback.py")
     return out
 
@@ -149,6 +163,13 @@ def test_a_resumed_run_has_the_same_bits(results: list[dict[str, Any]]) -> None:
         assert r["first"] in (-1, STEPS)
         same(r["resumed"], r["whole"])
     assert not torch.equal(a["whole"]["r 0.weight"], b["whole"]["r 0.weight"]), "each rank has its own"
+
+
+def test_the_flag_says_where_the_residuals_are(results: list[dict[str, Any]]) -> None:
+    """--resume_from_checkpoint X --output_dir Y; and with the flag set, but train() told another folder."""
+    for r in results:
+        same(r["flag"], r["whole"])
+        same(r["unused flag"], r["whole"])
 
 
 def test_it_logs_bytes_ratio_and_density(results: list[dict[str, Any]]) -> None:

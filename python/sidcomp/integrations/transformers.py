@@ -16,8 +16,8 @@ except ModuleNotFoundError as missing:
         name="transformers",
     ) from missing
 
-from sidcomp import notices
-from sidcomp.errors import SetupError
+from sidcomp import files, notices
+from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.integrations import rank_states
 from sidcomp.integrations.session import Session, ddp_of
 from sidcomp.state import State
@@ -32,8 +32,9 @@ class Compression(TrainerCallback):  # type: ignore[misc]
     codec, arguments    those of `sidcomp.State`; or a State
     checkpoint          [True] writes the State of each rank into each checkpoint's folder, sidcomp-rank0.pt
                         and so on, and loads them in `train(resume_from_checkpoint=...)`
-    resume_from         [None] the folder of the checkpoint that train() resumes from, if it is not one of the
-                        Trainer's own `output_dir`: the Trainer does not tell a callback
+    resume_from         [None] the folder of the checkpoint that train() resumes from, if it is neither
+                        `--resume_from_checkpoint` of the TrainingArguments nor in their `output_dir`: the
+                        Trainer does not tell a callback
 
     It registers the State with the Trainer's DDP model before the first step, follows the optimizer and the
     GradScaler of fp16=True, adds sidcomp/wire_bytes, sidcomp/ratio and sidcomp/density to what the
@@ -86,7 +87,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
         self._first = state.global_step
         self._run = rank_states.agree_on_run(own)
         if state.global_step and self._checkpoint:
-            rank_states.read(self._resume_from or self._folder(args, state), own)
+            rank_states.read(self._resume_from or _given(args, state) or self._folder(args, state), own)
         # Before the callbacks that report, so that they see what on_log adds.
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
@@ -143,3 +144,18 @@ class Compression(TrainerCallback):  # type: ignore[misc]
     @staticmethod
     def _folder(args: TrainingArguments, state: TrainerState) -> Path:
         return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _given(args: TrainingArguments, state: TrainerState) -> Path | None:
+    """Returns the folder of --resume_from_checkpoint, unless train() resumes from another one. Scripts pass
+    it on to train(), which tells a callback only the number of steps."""
+    given = args.resume_from_checkpoint
+    if not isinstance(given, str):
+        return None
+    try:
+        text = files.read(Path(given) / "trainer_state.json", "the Trainer's state")
+        saved = files.parse_json(text, given)
+    except ArgumentError:
+        return None
+    steps = saved.get("global_step") if isinstance(saved, dict) else None
+    return Path(given) if steps == state.global_step else None
