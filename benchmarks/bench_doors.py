@@ -1,7 +1,7 @@
 """Each door beside what torch does itself, over a network: ms a step, and bytes.
 
     python -m benchmarks.bench_doors                     # 4 ranks, 1 Gbit/s, six minutes
-    python -m benchmarks.bench_doors --rate 100mbit --save
+    python -m benchmarks.bench_doors --rate 100mbit --save doors-100mbit
 
 DDP with a hook and over the backend "sidcomp" stand beside plain DDP; HSDP on two replicas, with
 fsdp.compress, over the backend and with LocalError, beside plain HSDP; LocalError beside itself without a
