@@ -224,7 +224,7 @@ sass: ## registers, occupancy, instructions and bytes per element of the CUDA ke
 	$(PYTHON) -m benchmarks.sass $(ARGS)
 gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network (PART=1 to 4, one call each)
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
-ptx-check: all ## the kernels as nvcc compiles them, on a CPU: PTX translated to C++, against the CPU codecs; needs nvcc, no GPU
+ptx-check: env all ## the kernels as nvcc compiles them, on a CPU: PTX translated to C++, against the CPU codecs; needs nvcc, no GPU
 	$(PYTHON) -m pytest -q -s tests/cuda/test_ptx.py tests/cuda/test_ptx_instructions.py $(ARGS)
 gpu-rehearsal: env ## the four parts of gpu-check without a GPU: in small, on the CPU emulation, which it builds (PART=1 to 4)
 	PYTHONPATH=tests/cuda $(PYTHON) -c 'import test_emulated; test_emulated.build()'
