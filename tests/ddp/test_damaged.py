@@ -4,15 +4,14 @@ State as it was, or a load that loses nothing of what was kept."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import sidcomp
 import torch
 from common import CODECS, fits, with_density
+from damaged import EXACT, GONE, REFUSED, ROUNDED, VALUES, Path, changed, paths
 from harness import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +23,6 @@ SETTINGS = with_density(CODECS, 0.2)
 # One of each kind of state: nothing of the codec's, statistics, a start for the next step.
 SOME = ("int8", "sidco-e", "powersgd")
 CODEC = "topk"
-Path = tuple[Any, ...]
 
 
 def make(codec: str = CODEC, **more: Any) -> tuple[DistributedDataParallel, sidcomp.State]:
@@ -83,34 +81,6 @@ def judge(ddp: DistributedDataParallel, state: sidcomp.State, given: Any, kept: 
 
 # ---- residuals in another form -----------------------------------------------------------------------------
 
-Change = Callable[[torch.Tensor], Any]
-EXACT: dict[str, Change] = {
-    "float64": lambda t: t.double(),
-    "not contiguous": lambda t: torch.stack([t, t], dim=2)[:, :, 0],
-    "a view": lambda t: torch.cat([t, t], dim=1)[:, : t.shape[1]],
-    "to be negated": lambda t: torch._neg_view(-t),
-    "a parameter": lambda t: nn.Parameter(t.clone()),
-}
-ROUNDED: dict[str, Change] = {"float16": lambda t: t.half(), "bfloat16": lambda t: t.bfloat16()}
-REFUSED: dict[str, Change] = {
-    "int8": lambda t: t.to(torch.int8),
-    "bool": lambda t: t != 0,
-    "complex": lambda t: t.to(torch.complex64),
-    "cut": lambda t: t[:, :1].contiguous(),
-    "flat": lambda t: t.view(-1),
-    "another vector": lambda t: torch.cat([t, t]),
-    "no vector": lambda t: t[:0],
-    "longer": lambda t: torch.cat([t, t], dim=1),
-    "not of float32": lambda t: t.double() + 1e-30,
-    "beyond float32": lambda t: t.double() + 1e300,
-    "NaN": lambda t: t.clone().fill_(float("nan")),
-    "Inf": lambda t: torch.cat([t[:, 1:], torch.full((len(t), 1), float("inf"))], dim=1),
-    "on no device": lambda t: t.to("meta"),
-    "sparse": lambda t: t.to_sparse(),
-    "a list": lambda t: t.tolist(),
-    "an array": lambda t: t.numpy(),
-}
-
 
 def other_forms(rank: int, world: int) -> None:
     for codec in (CODEC, *SOME):
@@ -146,32 +116,6 @@ def test_residuals_in_another_form() -> None:
 
 
 # ---- fields that are not there, or something else ---------------------------------------------------------
-
-
-def paths(x: Any, at: Path = ()) -> Iterator[Path]:
-    """Of all that is in it, from the outside to the inside."""
-    items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else ()
-    for key, value in items:
-        yield (*at, key)
-        yield from paths(value, (*at, key))
-
-
-def changed(saved: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
-    """A copy, as deep as the path goes; GONE: without it."""
-    out = copy.copy(saved)
-    inner: Any = out
-    for key in path[:-1]:
-        inner[key] = copy.copy(inner[key])
-        inner = inner[key]
-    if value is GONE:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
-    return out
-
-
-GONE = object()
-VALUES = (GONE, None, True, -2, 7, 2**70, 1.5, float("nan"), "x", [], {}, [[]], {"x": 1}, torch.ones(3), b"x")
 
 
 def other_fields(rank: int, world: int, codec: str) -> tuple[int, int]:
