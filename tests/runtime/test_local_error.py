@@ -520,11 +520,13 @@ def refused(rank: int, world: int, case: str) -> str:
         "planned": lambda: sidcomp.LocalError(module, optimizer, sidcomp.State("auto"), delay=1),
         "bf16": lambda: sidcomp.LocalError(module.bfloat16(), optimizer),
         "optimizer": lambda: sidcomp.LocalError(module, OPTIMIZERS["SGD"](network(1).parameters())),
-        "damaged": lambda: sidcomp.LocalError(module, optimizer).load_state_dict(
-            {"steps": 0, "world": 2, "every": 1, "agreed": {}, "base": {}}
-        ),
-        "order": lambda: sidcomp.LocalError(module, optimizer).load_state_dict({"steps": 3, "world": 2}),
+        "damaged": lambda: loads(base={}),
+        "order": lambda: loads(steps=3),
     }
+
+    def loads(**wrong: Any) -> None:
+        local = sidcomp.LocalError(module, optimizer)
+        local.load_state_dict({**local.state_dict(), **wrong})
 
     def followed() -> None:
         state = sidcomp.State()

@@ -205,12 +205,12 @@ def refusals(rank: int, world: int) -> None:
     steps = sidcomp.LocalSteps(module, optimizer, state, every=2)
     refused("serves a model already", sidcomp.SetupError, module, optimizer, state)
     for saved, said in (
-        ({}, '"steps"'),
+        ({"steps": None}, '"steps"'),
         ({"steps": 3, "points": {}}, "same `every`"),
         ({"steps": 3, "points": {"0.weight": torch.zeros(2)}}, "parameter"),
     ):
         with pytest.raises(sidcomp.CheckpointError, match=said):
-            steps.load_state_dict(saved)
+            steps.load_state_dict({**steps.state_dict(), **saved})
     state.follow(optimizer)
     with pytest.raises(sidcomp.SetupError, match=r"follow\(None\)"):
         steps.average()

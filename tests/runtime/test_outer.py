@@ -497,7 +497,7 @@ def refused(rank: int, world: int, wrong: dict[str, Any]) -> str:
         wrong = {**wrong, "state": sidcomp.State(**wrong["state"])}
     try:
         outer = sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), **wrong)
-        outer.load_state_dict({"steps": 0, "points": {}})
+        outer.load_state_dict({**outer.state_dict(), "momentum": {}})
     except sidcomp.errors.SidcompError as e:
         return str(e)
     return ""
@@ -634,7 +634,7 @@ def wrong_steps_and_checkpoints(rank: int, world: int, kind: str) -> None:
         else:
             for wrong in ("x", {"update": {}}, {**saved["in flight"], "left": 3}):
                 damaged = {**saved, "in flight": wrong}
-                refused(sidcomp.CheckpointError, '"in flight" is', outer.load_state_dict, damaged)
+                refused(sidcomp.CheckpointError, '"in flight"', outer.load_state_dict, damaged)
             damaged = {**saved, "in flight": {**saved["in flight"], "left": {}}}
             refused(sidcomp.CheckpointError, "but nothing: the dictionary", outer.load_state_dict, damaged)
         outer.load_state_dict(saved)

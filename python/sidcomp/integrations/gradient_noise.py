@@ -15,6 +15,8 @@ import torch.distributed as dist
 from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import CheckpointError
 from sidcomp.integrations.local_shards import is_sharded, own_part
+from sidcomp.runtime import plain_data
+from sidcomp.runtime.checkpoint_reader import unlike
 from sidcomp.runtime.process_group import exchanging
 
 SAMPLES = 16  # elements of each parameter
@@ -55,6 +57,22 @@ def _sum(message: torch.Tensor, group: dist.ProcessGroup) -> Any:
 def _wait(work: Any) -> None:
     with exchanging(_WHAT):
         work.wait()
+
+
+def _no_squares(saved: object, like: torch.Tensor) -> str:
+    """Returns what a checkpoint has in place of running sums of squares; "" if it has them. A sum that is not
+    finite would make the factors NaN, and with them the parameters."""
+    if found := unlike(saved, like):
+        return found
+    assert isinstance(saved, torch.Tensor)
+    return "" if bool((saved.isfinite() & (saved >= 0)).all()) else "a tensor with NaN, Inf or less than 0"
+
+
+def _count(saved: dict[str, Any], name: str) -> None:
+    try:
+        plain_data.count(saved.get(name), name)
+    except CheckpointError as e:
+        raise CheckpointError(_DAMAGED.format(f"counts no {name!r}")) from e
 
 
 class GradientNoise:
@@ -128,10 +146,14 @@ class GradientNoise:
         self.land()
         return self._sums.clone()
 
+    def check(self, saved: Any) -> None:
+        """Raises CheckpointError if it cannot be a result of `state_dict`."""
+        if found := _no_squares(saved, self._sums):
+            raise CheckpointError(_DAMAGED.format(f"is {found}, and not sums of squares"))
+
     def load_state_dict(self, saved: Any) -> None:
         """Loads a result of `state_dict`. Raises CheckpointError."""
-        if not isinstance(saved, torch.Tensor) or saved.shape != self._sums.shape:
-            raise CheckpointError(_DAMAGED.format(f"is no tensor of shape {tuple(self._sums.shape)}"))
+        self.check(saved)
         self._work = None
         self._sums.copy_(saved)
         self._find()
@@ -291,24 +313,24 @@ class SketchNoise:
             "sent": message.clone(),
         }
 
+    def check(self, saved: Any) -> None:
+        """Raises CheckpointError if it cannot be a result of `state_dict`."""
+        saved = saved if isinstance(saved, dict) else {}
+        if found := _no_squares(saved.get("sums"), self._sums):
+            raise CheckpointError(_DAMAGED.format(f"has no 'sums' of squares, but {found}"))
+        for name, like in (("window", self._window[..., :SKETCHES]), ("sent", self._other)):
+            values = saved.get(name)
+            steps = len(values) if isinstance(values, torch.Tensor) and values.dim() else 0
+            if found := unlike(values, like[:steps]):
+                size = " x ".join(map(str, like.shape))
+                said = f"has no {name!r} of at most {size} numbers, but {found}"
+                raise CheckpointError(_DAMAGED.format(said))
+        _count(saved, "steps")
+
     def load_state_dict(self, saved: Any) -> None:
         """Loads a result of `state_dict`. Raises CheckpointError."""
-        saved = saved if isinstance(saved, dict) else {}
-        count, some = len(self._parameters), range(MEASURED + 1)
-        shapes = {
-            "sums": ([2], [count]),
-            "window": (some, [count, SKETCHES]),
-            "sent": (some, [count, SKETCHES + 1]),
-        }
-        for name, (lengths, rest) in shapes.items():
-            values = saved.get(name)
-            shape = list(values.shape) if isinstance(values, torch.Tensor) else []
-            if not shape or shape[0] not in lengths or shape[1:] != rest:
-                size = " x ".join(map(str, [lengths[-1], *rest]))
-                raise CheckpointError(_DAMAGED.format(f"has no {name!r} of at most {size} numbers"))
-        steps, window, sent = saved.get("steps"), saved["window"], saved["sent"]
-        if not isinstance(steps, int) or steps < 0:
-            raise CheckpointError(_DAMAGED.format("has no 'steps' that count steps"))
+        self.check(saved)
+        steps, window, sent = saved["steps"], saved["window"], saved["sent"]
         self._steps, self._measured = steps, len(window)
         self._sums.copy_(saved["sums"])
         self._window[: len(window), :, :SKETCHES].copy_(window)
@@ -436,19 +458,17 @@ class RowNoise:
         self.land()
         return {"exchanges": self._exchanges, "sums": self._sums.clone()}
 
+    def check(self, saved: Any) -> None:
+        """Raises CheckpointError if it cannot be a result of `state_dict`."""
+        saved = saved if isinstance(saved, dict) else {}
+        if found := _no_squares(saved.get("sums"), self._sums):
+            raise CheckpointError(_DAMAGED.format(f"has no 'sums' of squares, but {found}"))
+        _count(saved, "exchanges")
+
     def load_state_dict(self, saved: Any) -> None:
         """Loads a result of `state_dict`. Raises CheckpointError."""
-        saved = saved if isinstance(saved, dict) else {}
-        sums, exchanges = saved.get("sums"), saved.get("exchanges")
-        if (
-            not isinstance(sums, torch.Tensor)
-            or sums.shape != self._sums.shape
-            or not isinstance(exchanges, int)
-            or exchanges < 0
-        ):
-            raise CheckpointError(
-                _DAMAGED.format(f"has no 'exchanges' and 'sums' of shape {tuple(self._sums.shape)}")
-            )
+        self.check(saved)
+        sums, exchanges = saved["sums"], saved["exchanges"]
         self._work = None
         self._sums.copy_(sums)
         self._exchanges = exchanges

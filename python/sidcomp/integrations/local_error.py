@@ -34,6 +34,7 @@ from sidcomp.integrations.local_parts import (
 from sidcomp.integrations.local_shards import Shards, reshard
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.optimizers import Optimizers, chains
+from sidcomp.runtime.plain_data import anything, count, positive, table, text
 from sidcomp.runtime.process_group import exchanging
 from sidcomp.state import State
 
@@ -419,8 +420,9 @@ class LocalError:
         """Returns what a resumed run needs besides the dictionaries of the optimizer and the State: the
         number of steps and, by parameter name, the agreed parameters, those of this rank after the last
         exchange ("base"), its present ones ("own", if they differ from "base") and, with delay=1, the means
-        that have arrived but have not been applied yet. Call it between two steps. Every rank saves its own
-        three dictionaries. They do not contain the module's buffers: save those as well."""
+        that have arrived but have not been applied yet ("arriving", otherwise empty). Call it between two
+        steps. Every rank saves its own three dictionaries. They do not contain the module's buffers: save
+        those as well."""
         for future in self._futures:
             future.wait()
         self._find()
@@ -435,6 +437,7 @@ class LocalError:
             "world": dist.get_world_size(self._group),
             "noise": self._noise.state_dict() if self._noise is not None else None,
             "part": self._shards.part,
+            "arriving": {},
             **{kind: {n: x.clone() for part in self._parts for n, x in part.named(kind)} for kind in kinds},
         }
 
@@ -451,23 +454,28 @@ class LocalError:
         distributes the errors, and what the optimizers did after the last exchange is lost. Raises
         CheckpointError.
         """
-        check_saved(saved, "LocalError")
+        numbers = {"steps": count, "every": positive, "delay": count, "world": positive}
+        check_saved(saved, "LocalError", part=text, arriving=table(anything), **numbers)
         self._shards.check_saved(saved, "LocalError")
         self._find()
-        steps, world = saved.get("steps"), saved.get("world")
-        if not isinstance(steps, int) or steps < 0 or not isinstance(world, int):
-            raise CheckpointError('LocalError: the dictionary needs "steps" and "world", which are numbers')
+        steps, world = saved["steps"], saved["world"]
         if steps >= self.every and not self.state._engine.step:
             raise CheckpointError("LocalError: call the State's load_state_dict first")
-        if steps % self.every and saved.get("every") != self.every:
+        if steps % self.every and saved["every"] != self.every:
             raise CheckpointError(
-                f"LocalError: the checkpoint was saved after {steps} steps with every={saved.get('every')}, "
+                f"LocalError: the checkpoint was saved after {steps} steps with every={saved['every']}, "
                 f"between two exchanges of every={self.every}: resume with the same `every`"
             )
-        for kind in _SAVED:
+        arriving = bool(saved["arriving"])
+        if arriving and not self.delay and world == dist.get_world_size(self._group):
+            raise CheckpointError(
+                "LocalError: the checkpoint was saved while an exchange was in flight, which needs delay=1: "
+                "resume with the same `delay`"
+            )
+        between = bool(steps % self.every)  # two exchanges, where a rank's own parameters are not "base"
+        kinds = [*_SAVED[:2], *(["arriving"] if arriving else []), *(["own"] if between else [])]
+        for kind in kinds:
             values = saved.get(kind)
-            if kind not in saved and kind in _SAVED[2:]:
-                continue
             for part in self._parts:
                 for name, view in part.named(kind):
                     if found := lacks(values, name, view):
@@ -478,17 +486,15 @@ class LocalError:
                         )
         if self._noise is not None:
             self._noise.load_state_dict(saved.get("noise"))
-        for kind in _SAVED:
+        for kind in kinds:
             for name, view in (pair for part in self._parts for pair in part.named(kind)):
-                if kind in saved:
-                    view.copy_(saved[kind][name])
-        self.steps, self._futures = steps, []
-        self._arriving = "arriving" in saved
+                view.copy_(saved[kind][name])
+        self.steps, self._futures, self._arriving = steps, [], arriving
         with self._shards.together():
             if self.state._engine.step:
                 self._form()  # so that `_settle` finds the errors
         if world == dist.get_world_size(self._group):
-            if "own" not in saved:
+            if not between:
                 for part in self._parts:
                     part.put("base")
             return

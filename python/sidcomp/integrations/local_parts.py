@@ -16,8 +16,10 @@ from sidcomp.integrations.ddp import roles
 from sidcomp.integrations.gradient_noise import Noise
 from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.checkpoint_reader import unlike
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.optimizers import enabled
+from sidcomp.runtime.plain_data import Check
 from sidcomp.runtime.process_group import exchanging
 from sidcomp.state import State
 
@@ -174,13 +176,21 @@ def take_step(
     return out
 
 
-def check_saved(saved: object, what: str) -> None:
-    """Raises CheckpointError if it cannot be what `state_dict` returned. what: the class."""
+def check_saved(saved: object, what: str, **fields: Check) -> None:
+    """Raises CheckpointError if it cannot be what `state_dict` returned. what: the class. fields: what each
+    entry must be."""
     if not isinstance(saved, dict):
         raise CheckpointError(
             f"{what}.load_state_dict({reprlib.repr(saved)}): give the dictionary that {what}.state_dict() "
             "returned, as torch.load reads it"
         )
+    for name, of in fields.items():
+        if name not in saved:
+            raise CheckpointError(
+                f'{what}: the dictionary has no "{name}": it is damaged, or not what {what}.state_dict() '
+                "returned"
+            )
+        of(saved[name], f'{what}: "{name}"')
 
 
 def lacks(values: object, name: str, like: torch.Tensor) -> str:
@@ -189,10 +199,7 @@ def lacks(values: object, name: str, like: torch.Tensor) -> str:
         return reprlib.repr(values)
     if name not in values:
         return "nothing"
-    x = values[name]
-    if not isinstance(x, torch.Tensor):
-        return reprlib.repr(x)
-    return f"a tensor of shape {tuple(x.shape)}" if x.shape != like.shape else ""
+    return unlike(values[name], like)
 
 
 def named_group(state: State, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

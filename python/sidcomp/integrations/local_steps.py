@@ -35,6 +35,7 @@ from sidcomp.integrations.local_parts import (
 from sidcomp.integrations.local_shards import Shards, reshard
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.optimizers import Optimizers, chains
+from sidcomp.runtime.plain_data import anything, count, positive, table
 from sidcomp.runtime.process_group import has_gloo
 from sidcomp.state import State
 
@@ -396,41 +397,27 @@ class LocalSteps:
         dictionary: the State distributes what had not been sent, an exchange in flight ends, all ranks
         continue from the common point, and what the optimizers did after the last exchange is lost. Raises
         CheckpointError."""
-        self._check_part(saved)
-        steps, points = saved.get("steps"), saved.get("points")
-        if not isinstance(steps, int) or steps < 0 or not isinstance(points, dict):
-            raise CheckpointError('LocalSteps: the dictionary needs "steps", a number, and "points"')
+        together = self._check(saved)
+        self._land()
+        self._restore(saved, together)
+
+    def _check(self, saved: dict[str, Any]) -> list[int]:
+        """Raises CheckpointError before anything has changed. Returns which exchange is in flight in it, as
+        `_flying` holds it."""
+        what = type(self).__name__
+        check_saved(saved, what, steps=count, every=positive, world=positive, points=table(anything))
+        check_saved(saved, what, **{"in flight": table(table(anything))})
+        positive(saved.get("parts", 1), f'{what}: "parts"')
+        self._shards.check_saved(saved, what)
+        steps, points, flying = saved["steps"], saved["points"], saved["in flight"]
         if (steps % self.every or (steps and len(self._at) > 1)) and not points:
             raise CheckpointError(
-                f"LocalSteps: the checkpoint was saved after {steps} steps with every={saved.get('every')}, "
+                f"LocalSteps: the checkpoint was saved after {steps} steps with every={saved['every']}, "
                 f"and has no common point, which every={self.every} needs there: resume with the same `every`"
             )
-        flying = saved.get("in flight") or {}
-        if flying and not (
-            isinstance(flying, dict) and all(isinstance(flying.get(kind), dict) for kind in _IN_FLIGHT)
-        ):
-            raise CheckpointError(
-                f'LocalSteps: "in flight" is {reprlib.repr(flying)}, and needs dictionaries '
-                f"{' and '.join(map(repr, _IN_FLIGHT))}: the dictionary is damaged"
-            )
-        if flying and not self.delay:
-            raise CheckpointError(
-                "LocalSteps: the checkpoint was saved while an exchange was in flight, which needs a delay: "
-                "resume with the same `delay`"
-            )
-        if flying and saved.get("parts", 1) != len(self._at):
-            raise CheckpointError(
-                f"LocalSteps: the checkpoint was saved with parts={saved.get('parts', 1)}, while one of them "
-                "was in flight: resume with the same `parts`"
-            )
-        together = [
-            i
-            for i in range(len(self._at))
-            if flying and any(n in flying[_IN_FLIGHT[0]] for _, part in self._of([i]) for n in part.names)
-        ]
+        together = self._in_flight(saved) if flying else []
         in_flight = {name for _, part in self._of(together) for name in part.names}
-        known = dict(pair for part in self._parts for pair in part.points())
-        for name, view in known.items():
+        for name, view in self._points().items():
             needed = [flying[kind] for kind in _IN_FLIGHT] if name in in_flight else []
             for values in [*([points] if points else []), *needed]:
                 if found := lacks(values, name, view):
@@ -438,22 +425,53 @@ class LocalSteps:
                         f"LocalSteps: no common point of the shape of parameter {name!r}, "
                         f"{tuple(view.shape)}, but {found}: the dictionary is damaged, or of another model"
                     )
-        self._land()
         if self._noise is not None:
-            self._noise.load_state_dict(saved.get("noise"))
+            self._noise.check(saved.get("noise"))
+        return together
+
+    def _in_flight(self, saved: dict[str, Any]) -> list[int]:
+        """Returns what had not arrived when `saved` was saved. Raises CheckpointError."""
+        flying = saved["in flight"]
+        if not self.delay:
+            raise CheckpointError(
+                "LocalSteps: the checkpoint was saved while an exchange was in flight, which needs a delay: "
+                "resume with the same `delay`"
+            )
+        if saved.get("parts", 1) != len(self._at):
+            raise CheckpointError(
+                f"LocalSteps: the checkpoint was saved with parts={saved.get('parts', 1)}, while one of them "
+                "was in flight: resume with the same `parts`"
+            )
+        names = flying.get(_IN_FLIGHT[0], {})
+        every = range(len(self._at))
+        together = [i for i in every if any(n in names for _, part in self._of([i]) for n in part.names)]
+        if not together or any(kind not in flying for kind in _IN_FLIGHT):
+            raise CheckpointError(
+                f'LocalSteps: "in flight" is {reprlib.repr(flying)}, and needs the parameters by name under '
+                f"{' and '.join(map(repr, _IN_FLIGHT))}: the dictionary is damaged, or of another model"
+            )
+        return together
+
+    def _points(self) -> dict[str, torch.Tensor]:
+        return dict(pair for part in self._parts for pair in part.points())
+
+    def _restore(self, saved: dict[str, Any], together: list[int]) -> None:
+        """Takes over what `_check` has found sound."""
+        if self._noise is not None:
+            self._noise.load_state_dict(saved["noise"])
         self._find()
-        self.steps, self._flying = steps, together
+        self.steps, self._flying = saved["steps"], together
         for part in self._parts:
             part.mark()
-        if points:
-            for name, view in known.items():
+        if points := saved["points"]:
+            for name, view in self._points().items():
                 view.copy_(points[name])
-        for kind in _IN_FLIGHT if flying else ():
+        for kind in _IN_FLIGHT if together else ():
             for _, part in self._of(together):
                 for name, view in part.named(getattr(part, kind)):
-                    view.copy_(flying[kind][name])
+                    view.copy_(saved["in flight"][kind][name])
         self._take(saved)
-        if saved.get("world", self._world) != self._world:
+        if saved["world"] != self._world:
             if self._noise is not None:
                 self._noise.forget()
             if together:
@@ -461,10 +479,6 @@ class LocalSteps:
                 self._apply(together)
             for part in self._parts:
                 part.restore()
-
-    def _check_part(self, saved: dict[str, Any]) -> None:
-        check_saved(saved, type(self).__name__)
-        self._shards.check_saved(saved, type(self).__name__)
 
     def _take(self, saved: dict[str, Any]) -> None:
         """Takes what a subclass has saved, which it has checked."""

@@ -18,6 +18,7 @@ from sidcomp.errors import ArgumentError, CheckpointError, SetupError, Unsupport
 from sidcomp.integrations.attendance import Attendance
 from sidcomp.integrations.local_parts import (
     check_flag,
+    check_saved,
     check_state,
     lacks,
     named_group,
@@ -26,6 +27,7 @@ from sidcomp.integrations.local_parts import (
 )
 from sidcomp.integrations.local_steps import LocalSteps, _Part
 from sidcomp.runtime.optimizers import Optimizers
+from sidcomp.runtime.plain_data import anything, count, flag, listing, record, table, whole
 from sidcomp.runtime.rounds import START_S, Rounds
 from sidcomp.state import State
 
@@ -268,30 +270,46 @@ class Outer(LocalSteps):
             }
         return saved
 
+    @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Loads a result of `state_dict`, after the module's, the optimizer's and the State's. With a
         deadline: if this rank has taken part in a round since, what the checkpoint had not sent was sent, or
         is out of date. Then only the number of steps is taken from it, and the State's memory is emptied.
         Raises CheckpointError."""
-        self._check_part(saved)
-        momenta = saved.get("momentum")
-        known = dict(pair for part in self._parts for pair in part.named(self._momenta[id(part)]))
-        for name, view in known.items():
-            if found := lacks(momenta, name, view):
+        together = self._check(saved)
+        self._land()
+        if self._attendance is None:
+            self._restore(saved, together)
+            return
+        rounds = saved["rounds"]
+        if rounds["version"] < self._attendance.attended_before:
+            self.state._engine.drop_loaded()
+            self.steps = saved["steps"]
+            for part in self._parts:
+                part.restore()
+            return
+        self._restore(saved, together)
+        self._attendance.version = rounds["version"]
+        self._since, self._behind = rounds["since"], rounds["behind"]
+        self._late_buffers, self._gone = list(rounds["buffers"]), bool(self._flying)
+        if not self._flying:  # with another number of ranks the exchange in flight has ended
+            self._take_buffers()
+
+    def _check(self, saved: dict[str, Any]) -> list[int]:
+        together = super()._check(saved)
+        check_saved(saved, "Outer", momentum=table(anything))
+        for name, view in self._momentum().items():
+            if found := lacks(saved["momentum"], name, view):
                 raise CheckpointError(
                     f"Outer: no outer momentum of the shape of parameter {name!r}, {tuple(view.shape)}, but "
                     f"{found}: the dictionary is damaged, or not of an Outer of this model"
                 )
-        if self._attendance is not None and not self._may_load(saved):
-            return
-        super().load_state_dict(saved)
         if self._attendance is not None:
-            rounds = saved["rounds"]
-            self._attendance.version = rounds["version"]
-            self._since, self._behind = rounds["since"], rounds["behind"]
-            self._late_buffers, self._gone = list(rounds["buffers"]), bool(self._flying)
-            if not self._flying:  # with another number of ranks the exchange in flight has ended
-                self._take_buffers()
+            self._check_rounds(saved)
+        return together
+
+    def _momentum(self) -> dict[str, torch.Tensor]:
+        return dict(pair for part in self._parts for pair in part.named(self._momenta[id(part)]))
 
     def _take(self, saved: dict[str, Any]) -> None:
         for part in self._parts:
@@ -303,34 +321,28 @@ class Outer(LocalSteps):
         place = self.state._engine.place
         return place[1] if place is not None else super()._world
 
-    @torch.no_grad()
-    def _may_load(self, saved: dict[str, Any]) -> bool:
-        """Whether a checkpoint is of use. If not, it takes only the number of steps."""
-        assert self._attendance is not None
-        rounds = saved.get("rounds")
-        if not isinstance(rounds, dict) or not isinstance(rounds.get("version"), int):
+    def _check_rounds(self, saved: dict[str, Any]) -> None:
+        """Raises CheckpointError if the place in the run is missing, or something else."""
+        if "rounds" not in saved:
             raise CheckpointError(
                 'Outer: the dictionary has no "rounds": it was saved without a deadline, or is damaged'
             )
-        for key, kind in (("since", int), ("behind", bool), ("buffers", list)):
-            if not isinstance(rounds.get(key), kind):
-                raise CheckpointError(
-                    f'Outer: {key!r} of "rounds" is {reprlib.repr(rounds.get(key))}, and should be of type '
-                    f"{kind.__name__}: the dictionary is damaged"
-                )
-        if not isinstance(saved.get("steps"), int):
+        fields = {"version": whole, "since": count, "behind": flag, "buffers": listing(anything)}
+        check_saved(saved, "Outer", rounds=record(fields))
+        came, own = saved["rounds"]["buffers"], list(self.module.buffers())
+        if came and not (len(came) == len(own) and all(map(_same_kind, came, own))):
             raise CheckpointError(
-                f'Outer: "steps" is {reprlib.repr(saved.get("steps"))}, and should be a number: the '
-                "dictionary is damaged"
+                f'Outer: "buffers" of "rounds" is {reprlib.repr(came)}, and has not the module\'s {len(own)} '
+                "buffers: the dictionary is damaged, or of another model"
             )
-        self._land()
-        if rounds["version"] < self._attendance.attended_before:
-            self.state._engine.drop_loaded()
-            self.steps = saved["steps"]
-            for part in self._parts:
-                part.restore()
-            return False
-        return True
+
+
+def _same_kind(x: object, like: torch.Tensor) -> bool:
+    """Whether it is a tensor of the same shape and dtype, with values."""
+    if not isinstance(x, torch.Tensor):
+        return False
+    kinds = [(t.shape, t.dtype, t.layout, t.device.type) for t in (x, like)]
+    return kinds[0] == kinds[1]
 
 
 def _is_number(x: object) -> bool:

@@ -2,6 +2,7 @@
 payloads in one all-to-all, and the owner of a shard sums what it has received, in float32 and in rank order.
 """
 
+import reprlib
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from sidcomp.config.registry import resolve
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
 from sidcomp.runtime.block import DTYPES, Block
+from sidcomp.runtime.checkpoint_reader import unlike
+from sidcomp.runtime.plain_data import count
 
 
 class ReduceScatter:
@@ -149,26 +152,32 @@ class ReduceScatter:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Loads a result of `state_dict`. Raises CheckpointError."""
+        if not isinstance(saved, dict) or not isinstance(saved.get("residuals"), torch.Tensor):
+            raise CheckpointError(
+                f'the state of a reduce-scatter is {reprlib.repr(saved)}, and needs "step" and "residuals": '
+                "load what its state_dict() returned"
+            )
+        count(saved.get("step"), '"step" of a reduce-scatter')
         if self._plan is None:
             self._waiting = saved
             return
         n, _, world = self._of
-        values, step = saved.get("residuals"), saved.get("step")
-        if not isinstance(values, torch.Tensor) or not isinstance(step, int):
-            raise CheckpointError('the state of a reduce-scatter needs "step" and "residuals"')
-        if values.numel() and values.shape != (world, self._plan.vectors, n):
+        values = saved["residuals"]
+        like = torch.zeros((), dtype=torch.float32, device="cpu").expand(world, self._plan.vectors, n)
+        if values.shape != (0,) and (found := unlike(values, like) or _infinite(values)):
             raise CheckpointError(
-                f"residuals have the shape {tuple(values.shape)}, and this reduce-scatter has {world} "
-                f"shards, {self._plan.vectors} vectors and {n} elements: load the state of this rank, this "
-                "mesh and this codec"
+                f"residuals are {found}, and this reduce-scatter has {world} shards, {self._plan.vectors} "
+                f"vectors and {n} elements: load the state of this rank, this mesh and this codec"
             )
-        values = values.to("cpu", torch.float32).contiguous()
-        if not torch.isfinite(values).all():
-            raise CheckpointError("residuals of a reduce-scatter hold NaN or Inf: the checkpoint is damaged")
+        values = values.detach().to("cpu", torch.float32).resolve_neg().contiguous()
         for shard in range(world) if values.numel() else ():
             self._plan.residual_in(self._states.ptr + shard * self._apart, self._place(values[shard]))
-        self.step = step
+        self.step = saved["step"]
         self._waiting = None
 
     def _place(self, residual: torch.Tensor) -> int:
         return address(residual, "the residual of a shard", torch.float32, self._plan.vectors * self._of[0])
+
+
+def _infinite(values: torch.Tensor) -> str:
+    return "" if bool(values.isfinite().all()) else "a tensor with NaN or Inf, which no memory keeps"

@@ -1,6 +1,7 @@
 """Reads the result of `State.state_dict`. It may have been damaged or converted, so every field is checked
 before it is used, and the error names the field at fault."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from math import isfinite, prod
 from typing import Any, NoReturn
@@ -77,6 +78,24 @@ def _shown(x: object) -> str:
     if isinstance(x, torch.Tensor):
         return f"a tensor of {str(x.dtype).removeprefix('torch.')}, {list(x.shape)}, on {x.device}"
     return f"{files.shown(x)} ({type(x).__name__})"
+
+
+def unlike(x: object, like: torch.Tensor) -> str:
+    """Returns what a checkpoint has in place of a tensor's values, for messages; "" if they have its shape,
+    and its dtype, which is one of floating point, holds each of them."""
+    if not isinstance(x, torch.Tensor):
+        return reprlib.repr(x)
+    if x.shape != like.shape:
+        return f"a tensor of shape {tuple(x.shape)}"
+    if not (_is_plain_tensor(x) and x.is_floating_point()):
+        return f"{_shown(x)} ({str(x.layout)[6:]})"
+    if x.dtype != like.dtype and not bool(((x.to(like.dtype).to(x.dtype) == x) | (x != x)).all()):
+        return f"{_shown(x)}, and some of its values are not {str(like.dtype)[6:]} values"
+    return ""
+
+
+def _is_plain_tensor(t: torch.Tensor) -> bool:
+    return t.layout == torch.strided and t.device.type in ("cpu", "cuda") and not t.is_quantized
 
 
 def _is_plain(x: object) -> bool:
@@ -242,7 +261,7 @@ class _Reader:
         return self.here(t, field)
 
     def here(self, t: torch.Tensor, field: str) -> torch.Tensor:
-        if t.layout != torch.strided or t.device.type not in ("cpu", "cuda") or t.is_quantized:
+        if not _is_plain_tensor(t):
             self.wrong(field, t, "a plain tensor on the CPU or a GPU")
         return t.detach().cpu().resolve_neg().contiguous()
 

@@ -14,6 +14,10 @@ def wrong(where: str, value: object, what: str) -> CheckpointError:
     return CheckpointError(f"{where} is {files.shown(value)}, not {what}{_DAMAGED}")
 
 
+def anything(value: object, where: str) -> None:
+    """For what is checked elsewhere."""
+
+
 def count(value: object, where: str) -> None:
     if type(value) is not int or not 0 <= value < 2**63:
         raise wrong(where, value, "a whole number, 0 or greater")
