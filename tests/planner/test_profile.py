@@ -261,6 +261,13 @@ def test_a_profile_with_anything_changed_is_refused_or_works(one_in: int, tmp_pa
     assert refused > 2500 / one_in and accepted > 150 / one_in
 
 
+def test_what_only_a_plan_would_find_is_refused() -> None:
+    data = json.loads(json.dumps(make_profile(contention={"stolen_permille": 20}), default=vars))
+    Profile.of(data).fitted_instance()
+    with pytest.raises(ArgumentError, match="overlap_permille and stolen_permille are both given"):
+        Profile.of({**data, "overlap_permille": 5})
+
+
 @SHARES
 def test_an_instance_with_anything_changed_is_refused_or_works(one_in: int) -> None:
     made = make_profile().instance()

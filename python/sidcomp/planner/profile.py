@@ -165,6 +165,7 @@ class Profile:
         slowest = {m.name: dict.fromkeys(("encode", "exchange", "decode"), _CORRECTION) for m in self.methods}
         for buckets in (True, False):
             made = self.instance(buckets, rates=slowest, contention=1000, copied=True)
+            made["stolen_permille"] = self.contention.get("stolen_permille", 0)
             for method in range(len(self.methods)):
                 fusion.evaluate(made, {"ends": [len(self.tensors)], "methods": [method]})
 
