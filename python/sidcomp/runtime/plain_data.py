@@ -7,11 +7,11 @@ from sidcomp.errors import CheckpointError
 
 Check = Callable[[object, str], None]  # raises CheckpointError, which names the field
 
-_DAMAGED = ": the checkpoint is damaged, load another"
+DAMAGED = ": the checkpoint is damaged, load another"
 
 
 def wrong(where: str, value: object, what: str) -> CheckpointError:
-    return CheckpointError(f"{where} is {files.shown(value)}, not {what}{_DAMAGED}")
+    return CheckpointError(f"{where} is {files.shown(value)}, not {what}{DAMAGED}")
 
 
 def anything(value: object, where: str) -> None:
@@ -76,7 +76,7 @@ def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = N
             raise wrong(where, value, "a dictionary")
         for name, of in fields.items():
             if name not in value:
-                raise CheckpointError(f"there is no {where}[{name!r}]{_DAMAGED}")
+                raise CheckpointError(f"there is no {where}[{name!r}]{DAMAGED}")
             of(value[name], f"{where}[{name!r}]")
         for name, of in (optional or {}).items():
             if name in value:

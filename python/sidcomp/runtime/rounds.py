@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from sidcomp.errors import ExchangeError, SetupError
-from sidcomp.runtime import reaper
+from sidcomp.errors import CheckpointError, ExchangeError, SetupError
+from sidcomp.runtime import plain_data, reaper
+from sidcomp.runtime.plain_data import count, flag, listing, whole
 from sidcomp.runtime.process_group import Exchange
 
 Record = dict[str, Any]
@@ -72,6 +73,7 @@ class Rounds:
 
     def __init__(self, store: Store, key: str, rank: int, world: int, model: str, deadline: float) -> None:
         self.store, self.key, self.rank, self.world, self.deadline = store, key, rank, world, deadline
+        self._check_record = _checks(world)
         self.limit = max(STALLED_S, 5 * deadline)
         self._closed = -1, 0.0  # a round that this rank has found closed, and when
         first = {
@@ -96,7 +98,7 @@ class Rounds:
                 self.store.compare_set(self.key, "", first)
             text = self.store.get(self.key).decode()
             while True:
-                record: Record = json.loads(text)
+                record = self._read(text)
                 if not edit(record):
                     return record
                 wanted = json.dumps(record)
@@ -111,6 +113,20 @@ class Rounds:
                 "parameters of this rank are as its last step left them: save them, and start again "
                 f"({e})"
             ) from e
+
+    def _read(self, text: str) -> Record:
+        """Other programs can write to the store too."""
+        try:
+            record: Record = json.loads(text)
+            self._check_record(record, "record")
+        except (CheckpointError, ValueError, RecursionError) as e:
+            why = str(e).removesuffix(plain_data.DAMAGED)
+            raise ExchangeError(
+                f"the store holds something else than the record of the rounds under {self.key!r}: {why}. "
+                "Another program writes to this store, or another version of sidcomp: start all ranks anew, "
+                "with a new store"
+            ) from e
+        return record
 
     def look(self) -> Record:
         return self._change(lambda r: False)
@@ -269,6 +285,35 @@ class Rounds:
             raise Undone("another rank has given the round up")
         if time.monotonic() - since > self.limit:
             raise Undone(f"no rank has sent anything that ended the exchange within {self.limit:.0f} s")
+
+
+def _checks(world: int) -> plain_data.Check:
+    """What a record of this number of ranks must be."""
+
+    def rank(value: object, where: str) -> None:
+        count(value, where)
+        if cast(int, value) >= world:
+            raise plain_data.wrong(where, value, f"a rank of {world}")
+
+    ranks = listing(rank)
+    arrival = plain_data.record({"version": whole, "empty": flag, "group": plain_data.text})
+    last = listing(whole, 2, 2)
+
+    def by_rank(of: plain_data.Check) -> plain_data.Check:
+        def check(value: object, where: str) -> None:
+            plain_data.table(of)(value, where)
+            for name in cast(Record, value):
+                rank(int(name) if name.isdecimal() else name, f"a key of {where}")
+
+        return check
+
+    return plain_data.record(
+        {
+            "model": plain_data.text, "number": count, "version": whole, "expected": ranks, "next": ranks,
+            "here": by_rank(arrival), "closed": flag, "group": plain_data.text, "done": ranks,
+            "last": by_rank(last),
+        }
+    )  # fmt: skip
 
 
 def _advance(r: Record, members: list[int], version: int, counts: bool) -> None:
