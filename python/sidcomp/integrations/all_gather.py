@@ -12,8 +12,9 @@ from sidcomp import core as _core
 from sidcomp.address import address
 from sidcomp.config.registry import find_codec, resolve
 from sidcomp.config.schedule import Setting
-from sidcomp.errors import UnsupportedError
+from sidcomp.errors import SidcompError, UnsupportedError
 from sidcomp.runtime.block import DTYPES, Block
+from sidcomp.runtime.process_group import in_words
 
 
 class AllGather:
@@ -52,6 +53,7 @@ class AllGather:
                 runs.append((at, n))
             at += n
         self.sent_bytes = self.dense_bytes = 0
+        self._error: Exception | None = None  # of encode, which decode raises
         self._plans: dict[torch.dtype, tuple[Any, Block, Block]] = {}
         self._buffers: dict[tuple[int, int], Block] = {}
 
@@ -74,7 +76,8 @@ class AllGather:
             dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
             return
         received, sent = self.encode(input_tensor, group.rank(), group.size())
-        dist.all_gather_into_tensor(received, sent, group=group)
+        with in_words(self._label):
+            dist.all_gather_into_tensor(received, sent, group=group)
         self.decode(output_tensor, received)
 
     # ---- its two halves, around the all-gather
@@ -95,14 +98,18 @@ class AllGather:
         each = self._each(size, width)
         sent, received = self._buffer(1, each), self._buffer(world, each)
         start = address(input_tensor, "the shards to gather", input_tensor.dtype, self._n)
-        plan.encode(
-            _core.Buffers(_segments(start, coded, width), state.ptr, work.ptr, sent.ptr),
-            step=self._version(),
-            seed=self._seed,
-            group=self._number,
-            rank=0 if plan.linear else rank,
-            world=1 if plan.linear else world,
-        )
+        try:
+            plan.encode(
+                _core.Buffers(_segments(start, coded, width), state.ptr, work.ptr, sent.ptr),
+                step=self._version(),
+                seed=self._seed,
+                group=self._number,
+                rank=0 if plan.linear else rank,
+                world=1 if plan.linear else world,
+            )
+        except Exception as e:  # the other ranks wait for what this one sends, and then fail too
+            self._error = e
+            sent.tensor.zero_()
         raw = input_tensor.view(torch.uint8)
         at = size
         for offset, m in exact:
@@ -115,6 +122,9 @@ class AllGather:
     @torch.no_grad()
     def decode(self, output_tensor: torch.Tensor, received: torch.Tensor) -> None:
         """Decodes the shards of all ranks."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         n, width = self._n, output_tensor.element_size()
         world = output_tensor.numel() // n
         coded, exact = self._runs[True], self._runs[False]
@@ -127,12 +137,19 @@ class AllGather:
         for rank in range(world):
             shard = rank * n * width
             into = _core.Buffers(_segments(start + shard, coded, width))
-            plan.decode(payloads + rank * each, size, 1, 1.0, into, step=-1, group=0)
+            try:
+                plan.decode(payloads + rank * each, size, 1, 1.0, into, step=-1, group=0)
+            except SidcompError as e:
+                raise type(e)(f"{self._label}, payload of rank {rank}: {e}") from e
             at = rank * each + size
             for offset, m in exact:
                 place = shard + offset * width
                 out[place : place + m * width] = received[at : at + m * width]
                 at += m * width
+
+    @property
+    def _label(self) -> str:
+        return f"all-gather of parameter group {self._number}"
 
     def _plan(self, dtype: torch.dtype) -> tuple[Any, Block, Block]:
         if dtype not in self._plans:

@@ -25,7 +25,7 @@ from sidcomp.config.schedule import Setting
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.integrations.all_gather import AllGather, encodes_itself, for_parameters
 from sidcomp.integrations.ddp import roles
-from sidcomp.integrations.reduce_scatter import ReduceScatter
+from sidcomp.integrations.reduce_scatter import Passes, ReduceScatter
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Model
 from sidcomp.state import State
@@ -124,14 +124,17 @@ def compress_reduce_scatter(
     Returns an object for each of FSDP's parameter groups, in the order of the modules, with `state_dict` and
     `load_state_dict` for this rank's residuals, and `sent_bytes` and `dense_bytes`: what this rank has sent,
     and what it would have sent uncompressed. The payloads of all shards travel in one all-to-all, and the
-    owner of a shard sums them in float32. Raises SetupError or UnsupportedError, which say what to change.
+    owner of a shard sums them in float32. What fails on one rank makes backward() raise on all
+    ranks that share the replica, and clears the residuals. Raises SetupError or UnsupportedError, which say
+    what to change.
     """
     if FSDPState is None:
         raise UnsupportedError(_NEEDS)
     made: list[ReduceScatter] = []
+    passes = Passes()
     for unit in _units(module):
         if unit.place()[1] > 1:
-            one = ReduceScatter(codec, memory, parameters, seed, len(made))
+            one = ReduceScatter(codec, memory, parameters, seed, len(made), passes)
             unit.group._reduce_scatter_comm = one
             made.append(one)
     if not made:

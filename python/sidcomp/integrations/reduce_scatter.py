@@ -12,10 +12,51 @@ from sidcomp import core as _core
 from sidcomp.address import address
 from sidcomp.config.registry import resolve
 from sidcomp.config.schedule import Setting
-from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
+from sidcomp.errors import CheckpointError, ExchangeError, SetupError, SidcompError, UnsupportedError
 from sidcomp.runtime.block import DTYPES, Block
 from sidcomp.runtime.checkpoint_reader import unlike
 from sidcomp.runtime.plain_data import count
+from sidcomp.runtime.process_group import in_words
+
+
+class Passes:
+    """What the reduce-scatters of one model share: what fails on one rank fails the backward pass on all
+    ranks, when it ends. Until then a rank that has failed goes on, because the others wait for it."""
+
+    def __init__(self) -> None:
+        self._task = -1  # autograd's number of the backward pass in progress
+        self._open = False
+        self._failure: Exception | None = None
+        self._of: list[tuple[ReduceScatter, dist.ProcessGroup]] = []  # the reduce-scatters of this pass
+
+    def take(self, one: "ReduceScatter", group: dist.ProcessGroup) -> None:
+        task = torch._C._current_graph_task_id()
+        if not self._open or (task != -1 and task != self._task):
+            self._task, self._open, self._failure, self._of = task, True, None, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._of.append((one, group))
+
+    def fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+
+    def _finish(self) -> None:
+        """The end of the backward pass: raises on all ranks if it has failed on one."""
+        failure, of = self._failure, self._of
+        self._open, self._failure, self._of = False, None, []
+        for group in dict.fromkeys(group for _, group in of):
+            mine = group.size() if failure is None else group.rank()
+            first = torch.tensor([mine], dtype=torch.int64, device="cpu")
+            with in_words("the end of a backward pass with reduce-scatters"):
+                dist.all_reduce(first, dist.ReduceOp.MIN, group)
+            if int(first) < group.size() and failure is None:
+                failure = ExchangeError(
+                    f"a reduce-scatter has failed on rank {int(first)} of its group: look at the output of "
+                    "that rank. The gradients of this backward pass do not count"
+                )
+        if failure is not None:
+            for one, _ in of:
+                one.forget()
+            raise failure
 
 
 class ReduceScatter:
@@ -27,8 +68,16 @@ class ReduceScatter:
     """
 
     def __init__(
-        self, codec: str, memory: str | None, parameters: dict[str, Setting], seed: int, number: int
+        self,
+        codec: str,
+        memory: str | None,
+        parameters: dict[str, Setting],
+        seed: int,
+        number: int,
+        passes: Passes | None = None,
     ) -> None:
+        """passes: of its model; None: whoever calls `encode` and `decode` tells the other ranks."""
+        self._passes = passes
         self._codec, self._memory, self._parameters = resolve(codec, memory, parameters)
         if self._codec.linear and self._codec.reductions:
             raise UnsupportedError(
@@ -44,6 +93,7 @@ class ReduceScatter:
         self.step = 0
         self.sent_bytes = self.dense_bytes = 0
         self._plan: Any = None
+        self._error: Exception | None = None  # of encode, which decode raises
         self._waiting: dict[str, Any] | None = None  # a loaded state, until sizes are known
 
     # ---- what FSDP calls
@@ -71,8 +121,15 @@ class ReduceScatter:
                 "sidcomp.fsdp.compress, which compresses the average over replicas"
             )
         received, sent = self.encode(input_tensor, output_tensor.numel(), group.rank(), group.size())
-        dist.all_to_all_single(received, sent, group=group)
-        self.decode(output_tensor, op == dist.ReduceOp.AVG)
+        assert self._passes is not None
+        self._passes.take(self, group)
+        with in_words(self._label):
+            dist.all_to_all_single(received, sent, group=group)
+        try:
+            self.decode(output_tensor, op == dist.ReduceOp.AVG)
+        except Exception as e:
+            output_tensor.fill_(float("nan"))
+            self._passes.fail(e)
 
     # ---- its two halves, around the all-to-all
     # ------------------------------------------------------------------------------------------------
@@ -80,7 +137,8 @@ class ReduceScatter:
     @torch.no_grad()
     def encode(self, input_tensor: torch.Tensor, n: int, rank: int, world: int) -> list[torch.Tensor]:
         """Encodes the gradients of `world` shards of n elements. Returns two flat tensors of bytes, to
-        receive and to send, of which each rank has an equal part."""
+        receive and to send, of which each rank has an equal part. If the codec fails, what is sent makes
+        `decode` fail on all ranks."""
         dtype = input_tensor.dtype
         if self._plan is None:
             self._allocate(n, dtype, world)
@@ -94,16 +152,20 @@ class ReduceScatter:
         start, width = address(input_tensor, "the gradients", dtype, world * n), n * dtype.itemsize
         # The owner sums, so a codec whose payloads are summed must not divide by the number of ranks.
         place = {"rank": 0, "world": 1} if plan.linear else {"rank": rank, "world": world}
-        for shard in range(world):
-            buffers = _core.Buffers(
-                _core.Segments([start + shard * width], [n]),
-                self._states.ptr + shard * self._apart,
-                self._work.ptr,
-                self._sent.ptr + shard * size,
-            )
-            stats = plan.encode(buffers, step=self.step, seed=self._seed, group=self._id(shard), **place)
-            if stats.nonfinite and plan.vectors:
-                plan.forget(self._states.ptr + shard * self._apart)  # or it would send NaN from now on
+        try:
+            for shard in range(world):
+                buffers = _core.Buffers(
+                    _core.Segments([start + shard * width], [n]),
+                    self._states.ptr + shard * self._apart,
+                    self._work.ptr,
+                    self._sent.ptr + shard * size,
+                )
+                stats = plan.encode(buffers, step=self.step, seed=self._seed, group=self._id(shard), **place)
+                if stats.nonfinite and plan.vectors:
+                    plan.forget(self._states.ptr + shard * self._apart)  # or it would send NaN from now on
+        except Exception as e:  # the other ranks wait for what this one sends
+            self._error = e
+            self._sent.tensor.zero_()
         self.sent_bytes += size * (world - 1)
         self.dense_bytes += width * (world - 1)
         return [self._received.tensor, self._sent.tensor]
@@ -115,8 +177,25 @@ class ReduceScatter:
         scale = 1 / world if average else 1.0
         into = _core.Buffers(_core.Segments([address(output_tensor, "the shard", dtype, n)], [n]))
         at = {"step": self.step, "group": self._id(self._rank)}
-        self._plan.decode(self._received.ptr, self._plan.payload_bytes, world, scale, into, **at)
+        error, self._error = self._error, None
         self.step += 1
+        if error is not None:
+            raise error
+        try:
+            self._plan.decode(self._received.ptr, self._plan.payload_bytes, world, scale, into, **at)
+        except SidcompError as e:
+            rank = getattr(e, "culprit", None)
+            who = "" if rank is None else f", payload of rank {rank}"
+            raise type(e)(f"{self._label}{who}: {e}") from e
+
+    def forget(self) -> None:
+        """Clears the residuals, which have the gradient of a step that does not count."""
+        for shard in range(self._of[2]) if self._plan.vectors else ():
+            self._plan.forget(self._states.ptr + shard * self._apart)
+
+    @property
+    def _label(self) -> str:
+        return f"reduce-scatter of parameter group {self._number}"
 
     def _id(self, shard: int) -> int:
         """Tells the payloads of shards apart, and their random numbers."""
