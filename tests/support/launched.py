@@ -37,13 +37,13 @@ def _server() -> forkserver.ForkServer:
     return server
 
 
-def run_frameworks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_frameworks(function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
     """As harness.run on two ranks, but forks them from a server that has imported the frameworks. This takes
     it about 6 seconds, which each rank of each test would take otherwise."""
     usual = forkserver.connect_to_new_process
     forkserver.connect_to_new_process = _server().connect_to_new_process
     try:
-        return run(function, 2, *arguments)
+        return run(function, 2, *arguments, **named)
     finally:
         forkserver.connect_to_new_process = usual
 
