@@ -6,6 +6,8 @@
 #include "fusion.h"
 #include "test.h"
 
+#define sid_fuse(...) (core_entered(), (sid_fuse_status)core_left((int)(sid_fuse)(__VA_ARGS__), "sid_fuse"))
+
 /* Numbers to make instances from: random, or (the fuzzer's) bytes, zeros after the last. */
 typedef struct draws {
     rng r;

@@ -6,6 +6,7 @@
 #include "test.h"
 
 #define TESTS(X)                                                                                                       \
+    X(allocator)                                                                                                       \
     X(status_texts)                                                                                                    \
     X(registry)                                                                                                        \
     X(sizing)                                                                                                          \

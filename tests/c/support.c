@@ -87,6 +87,16 @@ vec vec_new(sid_dtype dtype, uint64_t n, cut how) {
     return v;
 }
 
+_Thread_local int core_depth;
+_Thread_local unsigned core_asked;
+void core_entered(void) { core_depth++; }
+int core_left(int status, const char *call) {
+    core_depth--;
+    CHECK(!core_asked, "%s asked for memory %u times", call, core_asked);
+    core_asked = 0;
+    return status;
+}
+
 static uint16_t to_half(sid_dtype d, float x) { return d == SID_F16 ? sid_f32_to_f16(x) : sid_f32_to_bf16(x); }
 static float of_half(sid_dtype d, uint16_t h) { return d == SID_F16 ? sid_f16_to_f32(h) : sid_bf16_to_f32(h); }
 

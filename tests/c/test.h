@@ -21,6 +21,39 @@ extern uint64_t test_digest; /* of payloads: every compiler, processor and sanit
         if (!(condition)) test_report(__FILE__, __LINE__, __VA_ARGS__);                                                \
     } while (0)
 
+/* ---- the core allocates nothing ------------------------------------------------------------------------------- */
+
+/* Every call of the core that returns a status is made between these two: while it lasts this thread gets no memory, and
+ * core_left CHECKs that it did not ask for any (allocator.c). It passes the status on. */
+extern _Thread_local int core_depth;
+extern _Thread_local unsigned core_asked;
+void core_entered(void);
+int core_left(int status, const char *call);
+#define IN_CORE(call, ...) (core_entered(), (sid_status)core_left((int)(call)(__VA_ARGS__), #call))
+#define sid_plan_make(...) IN_CORE(sid_plan_make, __VA_ARGS__)
+#define sid_encode(...) IN_CORE(sid_encode, __VA_ARGS__)
+#define sid_next_reduction(...) IN_CORE(sid_next_reduction, __VA_ARGS__)
+#define sid_decode(...) IN_CORE(sid_decode, __VA_ARGS__)
+#define sid_decode_list(...) IN_CORE(sid_decode_list, __VA_ARGS__)
+#define sid_learn(...) IN_CORE(sid_learn, __VA_ARGS__)
+#define sid_check(...) IN_CORE(sid_check, __VA_ARGS__)
+#define sid_residual_out(...) IN_CORE(sid_residual_out, __VA_ARGS__)
+#define sid_residual_in(...) IN_CORE(sid_residual_in, __VA_ARGS__)
+#define sid_unsend(...) IN_CORE(sid_unsend, __VA_ARGS__)
+#define sid_forget(...) IN_CORE(sid_forget, __VA_ARGS__)
+#define sid_rescale(...) IN_CORE(sid_rescale, __VA_ARGS__)
+#define sid_scale(...) IN_CORE(sid_scale, __VA_ARGS__)
+#define sid_exchange_make(...) IN_CORE(sid_exchange_make, __VA_ARGS__)
+#define sid_exchange_advance(...) IN_CORE(sid_exchange_advance, __VA_ARGS__)
+#define sid_exchange_meanwhile(...) IN_CORE(sid_exchange_meanwhile, __VA_ARGS__)
+#define sid_exchange_abandon(...) IN_CORE(sid_exchange_abandon, __VA_ARGS__)
+#define sid_exchange_residual_out(...) IN_CORE(sid_exchange_residual_out, __VA_ARGS__)
+#define sid_exchange_residual_in(...) IN_CORE(sid_exchange_residual_in, __VA_ARGS__)
+#define sid_exchange_unsend(...) IN_CORE(sid_exchange_unsend, __VA_ARGS__)
+#define sid_exchange_forget(...) IN_CORE(sid_exchange_forget, __VA_ARGS__)
+#define sid_exchange_rescale(...) IN_CORE(sid_exchange_rescale, __VA_ARGS__)
+#define sid_loopback(...) IN_CORE(sid_loopback, __VA_ARGS__)
+
 /* ---- random numbers ---------------------------------------------------------------------------------------------- */
 
 typedef struct rng {
