@@ -114,3 +114,29 @@ def test_the_wheel_needs_nothing_but_the_systems_libraries(wheel: Path) -> None:
         pytest.skip("needs auditwheel: pip install '.[wheel]'")
     told = " ".join(run(sys.executable, "-m", "auditwheel", "show", wheel).split())
     assert 'platform tag: "manylinux_2_' in told, told
+
+
+OUT_OF_MEMORY = """
+import resource
+from sidcomp import _core
+numbers = [64] * 10_000_000
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (20 << 20), resource.RLIM_INFINITY))
+calls = {
+    "Segments": lambda: _core.Segments(numbers, numbers),
+    "Instance": lambda: _core.Instance(0, numbers, numbers, [], 0, [], 0, 0, False),
+}
+for name, call in calls.items():
+    try:
+        call()
+    except MemoryError:
+        continue
+    raise SystemExit(f"{name}: no MemoryError")
+print(_core.Segments([64], [1]).table().hex())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts pages by /proc")
+def test_the_binding_says_that_there_is_no_memory() -> None:
+    ran = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0 and ran.stdout, ran.stdout + ran.stderr
