@@ -241,3 +241,26 @@ def test_a_bucket_takes_no_other_buffer_than_it_was_made_for() -> None:
     bucket.let_go()
     assert bucket.ptr is None and bucket.fits(first)
     assert bucket.open(second, future, 1)
+
+
+# ---- places beyond 2^31 and 2^32
+
+UNIT = 1 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("units", [(1 << 11) + 1, (1 << 12) + 1])
+@pytest.mark.parametrize("more", [{}, {"values": "f16", "indices": "packed"}])
+def test_elements_far_away_keep_their_places(more: dict[str, Any], units: int) -> None:
+    """All segments but the last are the same zeros, so that the vector needs no memory."""
+    rank = Rank(_core.Plan("topk", "none", UNIT * units, "float32", {"density": 2e-7, **more}))
+    zeros, last = np.zeros(UNIT, np.float32), np.zeros(UNIT, np.float32)
+    segments = _core.Segments([zeros.ctypes.data] * (units - 1) + [last.ctypes.data], [UNIT] * units)
+    last[5], last[UNIT - 1] = 3.0, -7.0
+    buffers = _core.Buffers(segments, rank.state.ptr, rank.work.ptr, rank.payload.ptr)
+    rank.plan.encode(buffers, **AT)
+    last[:] = 0
+    size = rank.plan.payload_bytes
+    rank.plan.decode(rank.payload.ptr, size, 1, 1.0, _core.Buffers(segments), step=0, group=0)
+    assert not zeros.any() and last.nonzero()[0].tolist() == [5, UNIT - 1]
+    assert (last[5], last[UNIT - 1]) == (3.0, -7.0)
