@@ -183,8 +183,11 @@ venv-docs: # neither torch nor the extension: the site is made from the sources
 
 # The extension, and beside it the package's own files. What cannot be under a sanitizer, or has nothing of the core, is left out.
 ASANPY   = $(CURDIR)/build/asan-python
-# Some of everything that gets pointers from Python: arrays, payloads, checkpoints, ranks that exchange.
-ASANSOME = $(addprefix tests/,codecs/test_compressor.py codecs/test_wire.py codecs/test_memories.py ddp/test_dense.py ddp/test_reductions.py ddp/test_checkpoint.py)
+# Some of everything that gets pointers from Python: arrays, payloads, checkpoints, ranks that exchange; and each door.
+ASANDOOR = $(addprefix doors/,test_doors.py::test_with_codec_none_all_doors_give_the_same_bits test_fsdp.py::test_the_reduce_scatter \
+    test_all_gather.py::test_parameters_travel_rounded) $(addprefix runtime/,test_local_steps.py::test_buffers_are_rank_0s \
+    test_local_error.py::test_a_rank_that_is_not_finite_leaves_the_merge_finite test_outer.py::test_what_is_not_finite_is_undone)
+ASANSOME = $(addprefix tests/,codecs/test_compressor.py codecs/test_wire.py codecs/test_memories.py ddp/test_dense.py ddp/test_reductions.py ddp/test_checkpoint.py $(ASANDOOR))
 ASANALL  = tests $(addprefix --ignore=tests/,package cuda/test_sass.py cuda/test_gpu_check.py)
 asan-python: env ## one in 16 of some Python tests, the core under AddressSanitizer and UBSan; gcc (ALL=1: nearly all; TESTS=..., ARGS=...)
 	@test -e "$$($(CC) -print-file-name=libasan.so)" || { echo "sidcomp: $(CC) has no libasan.so: set CC=gcc CXX=g++"; exit 1; }
