@@ -27,7 +27,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 DEFAULT_ARCHS = "7.5 8.0 8.6 8.9 9.0 10.0 12.0"  # those that nvcc knows; the last also as PTX
-ANY_GPU = "8.0 9.0+PTX"  # runs on these and later ones; those after 9.0 compile it once more when it is loaded
+ANY_GPU = "8.0 9.0+PTX"  # on those after 9.0 the driver compiles it when it is loaded
 env = os.environ.get
 
 
