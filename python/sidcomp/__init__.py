@@ -31,7 +31,7 @@ for _old, _of in (("schedule", Schedule), ("profile", Profile), ("registry", Cod
     sys.modules[f"sidcomp.{_old}"] = sys.modules[_of.__module__]
 
 if TYPE_CHECKING:
-    from sidcomp.integrations import fsdp
+    from sidcomp import fsdp
     from sidcomp.integrations.ddp import hook, register, rewrap
     from sidcomp.integrations.local_error import LocalError
     from sidcomp.integrations.local_steps import LocalSteps
@@ -45,7 +45,7 @@ _LAZY = {
     "Outer": "sidcomp.integrations.outer",
     "State": "sidcomp.state",
     "configure": "sidcomp.integrations.process_group",
-    "fsdp": "sidcomp.integrations",
+    "fsdp": "sidcomp.fsdp",
     "hook": "sidcomp.integrations.ddp",
     "preset": "sidcomp.state",
     "process_group": "sidcomp.integrations.process_group",
@@ -96,12 +96,12 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'sidcomp' has no attribute {name!r}")
     try:
         home = import_module(_LAZY[name])
-        value: object = getattr(home, name, None) or import_module(f"{_LAZY[name]}.{name}")
     except ModuleNotFoundError as e:
         if e.name == "torch":
             raise ImportError(
                 f"sidcomp.{name} needs PyTorch (2.4 or newer): pip install torch", name="torch"
             ) from e
         raise
+    value: object = home if _LAZY[name] == f"sidcomp.{name}" else getattr(home, name)
     globals()[name] = value
     return value

@@ -2,8 +2,11 @@
 
 import argparse
 import ast
+import importlib
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -107,6 +110,67 @@ def test_every_python_block_is_python_and_uses_what_there_is() -> None:
                     assert hasattr(sidcomp, node.attr), f"{page.name}: sidcomp.{node.attr}"
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "state":
                     assert hasattr(sidcomp.State, node.attr), f"{page.name}: state.{node.attr}"
+
+
+DOTTED = re.compile(r"(?<![\w/.\"'-])sidcomp(?:\.[A-Za-z_]\w*)+")
+NOT_PYTHON = re.compile(r"sidcomp\.(h|(rank|shard)\w*)$")  # a header, and keys of a checkpoint
+
+
+def paths_named(text: str) -> set[str]:
+    """The dotted names of sidcomp in a text, and the modules and names of its import statements."""
+    imported = set(re.findall(r"\bimport (sidcomp[\w.]+)", text))
+    for module, names in re.findall(r"\bfrom (sidcomp[\w.]*) import ([\w, ]+)", text):
+        imported |= {f"{module}.{name.split()[0]}" for name in names.split(",") if name.strip()}
+    return {path for path in {*DOTTED.findall(text), *imported} if not NOT_PYTHON.match(path)}
+
+
+def find_path(path: str) -> None:
+    """Imports as much of a dotted name as is modules, and asks these for the rest."""
+    module, *rest = path.split(".")
+    value: object = importlib.import_module(module)
+    for name in rest:
+        module = f"{module}.{name}"
+        try:
+            value = importlib.import_module(module)
+        except ModuleNotFoundError as e:
+            if e.name is not None and not e.name.startswith("sidcomp"):
+                return  # the module is there; what it needs is not installed here
+            assert hasattr(value, name), path
+            value = getattr(value, name)
+
+
+def test_every_dotted_name_that_is_written_can_be_imported() -> None:
+    written = [*PAGES, *(ROOT / "examples").glob("*.py"), *(ROOT / "python").rglob("*.py")]
+    found = {path for page in written for path in paths_named(page.read_text())}
+    assert {"sidcomp.fsdp.compress", "sidcomp.integrations.lightning"} <= found and len(found) > 100
+    for path in sorted(found):
+        find_path(path)
+
+
+@pytest.mark.parametrize("statement", ["import sidcomp.fsdp", "from sidcomp.fsdp import compress"])
+def test_fsdp_is_a_module_of_its_own(statement: str) -> None:
+    """In an interpreter that has not seen `sidcomp.fsdp` as an attribute."""
+    ask = "; import sidcomp; print(sidcomp.fsdp.compress.__name__)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    done = subprocess.run(
+        [sys.executable, "-c", statement + ask], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "compress", done.stderr
+
+
+def test_fsdp_says_which_torch_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an older torch the module can be imported, and its functions say what they need."""
+    from sidcomp.integrations import fsdp_units
+
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp._fully_shard._fsdp_state", None)
+    importlib.reload(fsdp_units)
+    try:
+        for name in sidcomp.fsdp.__all__:
+            with pytest.raises(sidcomp.UnsupportedError, match=r"sidcomp\.fsdp needs PyTorch 2\.13 or newer"):
+                getattr(sidcomp.fsdp, name)(*(None,) * (2 if name in ("compress", "reshard") else 1))
+    finally:
+        monkeypatch.undo()
+        importlib.reload(fsdp_units)
 
 
 def test_readme_has_the_minimal_example() -> None:
