@@ -250,18 +250,20 @@ class LocalError:
         self._find()
         # First, because the ranks compare here how far they are, on which the size of what else they exchange
         # depends; and on all ranks of the shards, whichever has loaded a checkpoint or has another plan.
-        with self._shards.together():
+        with self._shards.peers.together():
             self._form()
         for part in self._parts:
             part.measure()
         if self._noise is not None:
             beside = self._noise.sample()  # and takes in the samples of the exchange before
             torch._foreach_mul_(self._corrected, self._noise.factors)
-        if self._shards.part and not self._shards.all_agree(finite([part.update for part in self._parts])):
+        if self._shards.part and not self._shards.peers.all_agree(
+            finite([part.update for part in self._parts])
+        ):
             for part in self._parts:  # so that the ranks of all shards discard it
                 part.update.fill_(float("nan"))
         engine.count_reduced(beside)
-        with self._shards.together(self._fail):
+        with self._shards.peers.together(self._fail):
             self._futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
         for part in self._parts if self.delay else ():  # without delay, `_land` comes before the next step
             part.mark()
@@ -286,7 +288,7 @@ class LocalError:
             return
         engine = self.state._engine
         futures, self._futures, self._arriving = self._futures, [], False
-        with self._shards.together(self._fail):
+        with self._shards.peers.together(self._fail):
             for future in futures:
                 future.wait()
         if self.delay:  # else nothing has happened since the launch
@@ -384,7 +386,7 @@ class LocalError:
         engine = self.state._engine
         engine.quiet()
         self._find()
-        if not self._shards.all_agree(finite([p for part in self._parts for p in part.parameters])):
+        if not self._shards.peers.all_agree(finite([p for part in self._parts for p in part.parameters])):
             for part in self._parts:
                 part.put("base")
         for part in self._parts:
@@ -490,7 +492,7 @@ class LocalError:
             for name, view in (pair for part in self._parts for pair in part.named(kind)):
                 view.copy_(saved[kind][name])
         self.steps, self._futures, self._arriving = steps, [], arriving
-        with self._shards.together():
+        with self._shards.peers.together():
             if self.state._engine.step:
                 self._form()  # so that `_settle` finds the errors
         if world == dist.get_world_size(self._group):

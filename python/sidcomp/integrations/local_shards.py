@@ -1,15 +1,14 @@
 """LocalSteps and LocalError of a module that FSDP2 has sharded: each rank exchanges what it holds of the
 parameters with the ranks of other nodes that hold the same."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import CheckpointError, ExchangeError, SetupError, UnsupportedError
-from sidcomp.runtime.process_group import exchanging
+from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
+from sidcomp.integrations.peers import Peers
 
 try:
     from torch.distributed.fsdp import FSDPModule
@@ -58,20 +57,20 @@ class Shards:
     ) -> None:
         self._named = named
         self.part = ""  # in messages and checkpoints; "" for the whole module
-        self._mesh = None
+        self.peers = Peers((), "cpu")
         self.least = 0  # parameters of which the smallest shard has elements; 0 without shards
         found = {name: p.device_mesh for name, p in named.items() if is_sharded(p)}  # type: ignore[attr-defined]
         if not found:
             return
-        name, self._mesh = next(iter(found.items()))
+        name, mesh = next(iter(found.items()))
         if FSDPModule is None:
             raise UnsupportedError(f"parameter {name!r} is sharded: {what} then needs PyTorch 2.6 or newer")
-        if other := [n for n, mesh in found.items() if mesh != self._mesh]:
+        if other := [n for n, its in found.items() if its != mesh]:
             raise UnsupportedError(
                 f"parameters {name!r} and {other[0]!r} are sharded over different meshes: apply fully_shard "
                 "to all modules with the same mesh"
             )
-        ranks = self._mesh.mesh.flatten().tolist()
+        ranks = mesh.mesh.flatten().tolist()
         if group is None:
             raise SetupError(
                 f"parameter {name!r} is a shard: give {what} as process_group the ranks of all nodes that "
@@ -86,7 +85,8 @@ class Shards:
                 'mesh["replicate"].get_group()'
             )
         self.part = f"shard {ranks.index(mine)} of {len(ranks)}"
-        self.least = self._smallest(len(self.local()))
+        self.peers = Peers([mesh.get_group(dim) for dim in range(mesh.ndim)], mesh.device_type)
+        self.least = self.peers.smallest(len(self.local()))
         if not self.least:
             raise UnsupportedError("a shard holds no element of any parameter: use fewer shards")
 
@@ -104,10 +104,6 @@ class Shards:
                 part.take(own)
         return bool(self.part)
 
-    def all_agree(self, yes: bool) -> bool:
-        """Whether it holds on all ranks that share the module with this one."""
-        return yes if self._mesh is None else bool(self._smallest(int(yes)))
-
     def check_saved(self, saved: dict[str, Any], what: str) -> None:
         """Raises CheckpointError if a rank with another shard has saved it."""
         if (part := saved.get("part", "")) != self.part:
@@ -116,30 +112,3 @@ class Shards:
                 f"{self.part or 'the whole module'}: every rank saves and loads its own, and the number of "
                 "shards must stay"
             )
-
-    @contextmanager
-    def together(self, fail: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """What happens inside raises on all ranks that share the module, also on those whose own shard is
-        well: else these would wait for the others. fail: called with the error first."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as e:
-            error = e
-        if self.all_agree(error is None):
-            return
-        error = error or ExchangeError(
-            "the exchange of another shard of this node has failed: see the output of its ranks"
-        )
-        if fail is not None:
-            fail(error)
-        raise error
-
-    def _smallest(self, number: int) -> int:
-        """Of the numbers that these ranks give."""
-        assert self._mesh is not None
-        smallest = torch.tensor([number], dtype=torch.int64, device=self._mesh.device_type)
-        for dim in range(self._mesh.ndim):
-            with exchanging("asking the other shards"):
-                dist.all_reduce(smallest, dist.ReduceOp.MIN, self._mesh.get_group(dim))
-        return int(smallest.item())

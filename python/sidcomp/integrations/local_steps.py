@@ -298,18 +298,18 @@ class LocalSteps:
         self._find()
         # First, because the ranks compare here how far they are, on which the size of what else they exchange
         # depends; and on all ranks of the shards, whichever has loaded a checkpoint.
-        with self._shards.together():
+        with self._shards.peers.together():
             if engine.layout is None:
                 self._form()
         for _, part in which:
             part.measure()
             part.leave()
         beside = self._correct(together)
-        if self._shards.part and not self._shards.all_agree(finite([part.update for _, part in which])):
+        if self._shards.part and not self._shards.peers.all_agree(finite([part.update for _, part in which])):
             for _, part in which:  # so that the ranks of all shards discard it, not only those that have it
                 part.update.fill_(float("nan"))
         engine.count_reduced(beside)
-        with self._shards.together(self._fail):
+        with self._shards.peers.together(self._fail):
             self._futures = [engine.ready(n, part.update) for n, part in which]
             if len(which) < len(self._parts):
                 engine.end_early()
@@ -333,7 +333,7 @@ class LocalSteps:
             return
         futures, self._futures = self._futures, []
         together, self._flying = self._flying, []
-        with self._shards.together(self._fail):
+        with self._shards.peers.together(self._fail):
             for future in futures:
                 future.wait()
         if self.delay:  # else nothing has happened since the launch
@@ -347,7 +347,7 @@ class LocalSteps:
     def _apply(self, together: list[int]) -> None:
         """Applies the means that have arrived."""
         which = [part for _, part in self._of(together)]
-        if self._shards.all_agree(finite([part.update for part in which])):
+        if self._shards.peers.all_agree(finite([part.update for part in which])):
             for part in which:
                 self._outer(part)
                 part.move()

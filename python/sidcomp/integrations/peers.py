@@ -1,0 +1,51 @@
+"""The ranks that share one copy of a sharded model: what happens to one of them must end the step of all."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from sidcomp.errors import ExchangeError
+from sidcomp.runtime.process_group import exchanging
+
+
+class Peers:
+    """groups: process groups over which these ranks are connected; none if this rank has the whole model."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: str) -> None:
+        self._groups = tuple(groups)
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def smallest(self, number: int) -> int:
+        """The smallest of the numbers that these ranks give. All of them call it."""
+        self._number.fill_(number)
+        for group in self._groups:
+            with exchanging("asking the other shards"):
+                dist.all_reduce(self._number, dist.ReduceOp.MIN, group)
+        return int(self._number.item())
+
+    def all_agree(self, yes: bool) -> bool:
+        """Whether it holds on all of these ranks."""
+        return bool(self.smallest(int(yes))) if self._groups else yes
+
+    @contextmanager
+    def together(self, fail: Callable[[Exception], None] | None = None) -> Iterator[None]:
+        """What happens inside raises on all of these ranks, also on those whose own shard is well: else they
+        would wait for the others. fail: called with the error first."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as e:
+            error = e
+        try:
+            if self.all_agree(error is None):
+                return
+        except ExchangeError as e:
+            error = error or ExchangeError(f"a rank that has another shard of this copy has ended ({e})")
+        error = error or ExchangeError(
+            "the exchange of another shard of this node has failed: see the output of its ranks"
+        )
+        if fail is not None:
+            fail(error)
+        raise error
