@@ -834,8 +834,7 @@ class State:
         self._watch_forward()
         self._finalizer.detach()
         if sys.exc_info()[0] is None and p.error is None:  # otherwise an error has ended the training
-            rank = p.exchange.rank if p.exchange is not None else 0
-            self._ending.speak("was closed", rank)
+            self._ending.speak("was closed", p.speaker)
 
     def __enter__(self) -> "State":
         return self

@@ -212,6 +212,12 @@ def test_adam_that_nobody_follows_is_named_by_one_rank_of_all_shards() -> None:
 
 
 def found(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> Any:
+    said = io.StringIO()
+    with redirect_stderr(said):
+        return *planned(rank, codec, arguments), said.getvalue()
+
+
+def planned(rank: int, codec: str, arguments: dict[str, Any]) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -236,9 +242,13 @@ def found(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> Any:
     [("auto", {}), ("auto", {"accuracy": "exact"}), ("topk", {"groups": "pg", "density": 0.05})],
 )
 def test_it_plans_across_modules(codec: str, arguments: dict[str, Any]) -> None:
-    for same, stage, groups, error in run(found, 4, codec, {**arguments, "warmup": 2}):
+    lines = []
+    for same, stage, groups, error, said in run(found, 4, codec, {**arguments, "warmup": 2}):
+        lines.append([line for line in said.splitlines() if "sidcomp: " in line])
         assert same and stage == "settled" and error is None
         assert sum(g["elements"] for g in groups) == (12 * 40 + 40 + 40 * 40 + 40 + 40 * 4 + 4) // 2
+    # The ranks of each shard plan for themselves, and one rank of all speaks.
+    assert any("has decided" in line for line in lines[0]) and not any(lines[1:])
 
 
 def resumed(rank: int, world: int, room: str, first: int, steps: int) -> Any:

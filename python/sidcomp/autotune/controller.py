@@ -359,7 +359,7 @@ class Controller:
             notices.say(
                 f"{self._what} measures during the first steps, whose gradients are sent uncompressed; a "
                 "further line will say what it has decided",
-                p.exchange.rank,
+                p.speaker,
             )
             return p.regime
         self._p = p
@@ -486,7 +486,7 @@ class Controller:
         return 'State("auto")' if self.settings.auto else f"groups={self.settings.groups!r}"
 
     def _first(self) -> bool:
-        return self._p is not None and self._p.exchange is not None and self._p.exchange.rank == 0
+        return self._p is not None and self._p.exchange is not None and self._p.speaker == 0
 
     # ---- the script ----------------------------------------------------------------------------------------
 

@@ -81,6 +81,10 @@ class Model:
     updates: bool = False
     beside: int = 0
 
+    def speaker(self, rank: int) -> int:
+        """0 on the rank that speaks for all. The ranks of each shard count from 0: those of one speak."""
+        return rank if not self.part or self.part.startswith("shard 0 ") else 1
+
 
 class Tuner(Protocol):
     """Chooses the regime between steps, for a planned State."""
@@ -205,10 +209,9 @@ class Engine:
 
     @property
     def speaker(self) -> int:
-        """0 on the rank that speaks for all. The ranks of each shard count from 0: those of one speak."""
-        part = self._model.part if self._model is not None else ""
+        """0 on the rank that speaks for all."""
         rank = self.exchange.rank if self.exchange is not None else 0
-        return rank if not part or part.startswith("shard 0 ") else 1
+        return self._model.speaker(rank) if self._model is not None else rank
 
     @property
     def updates(self) -> bool:
@@ -509,6 +512,7 @@ class Engine:
         executor = self.prepare(device)
         self.quiet()
         if self.tuner is not None and self.layout is None:
+            self._model = model  # which says who speaks
             self.regime = self.tuner.meet(self, buckets, model)
 
         def make() -> Layout:
@@ -661,7 +665,7 @@ class Engine:
         keeps = any(g.plan.vectors for g in self.groups) or self.tuner is not None
         # What optimizers did is in the unit of the parameters, whatever the loss was multiplied by.
         if self.scale is None and keeps and not self.updates and scaler_in_use():
-            assert self.exchange is not None and self._model is not None
+            assert self._model is not None
             followed = "state.follow(optimizer, scaler)"
             told = "state.update_scale(scaler.get_scale()) after each scaler.update()"
             notices.warn(
@@ -669,7 +673,7 @@ class Engine:
                 "residuals keep the unit of the former one. Call "
                 f"{followed if self._model.names else told}, or state.update_scale(1.0) if it scales another "
                 "model's loss",
-                self.exchange.rank,
+                self.speaker,
             )
 
     def _look_for_growth(self) -> None:
