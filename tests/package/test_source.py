@@ -26,7 +26,7 @@ NEEDS = {f.__name__: BOTH for f in _device._device_constructors()} | {
 }
 # Where an address is compared with another one, and no call of the core gets it.
 COMPARED = {
-    "integrations/fsdp.py: _Unit.complete",  # does the gradient lie in this buffer?
+    "integrations/fsdp_units.py: Unit.complete",  # does the gradient lie in this buffer?
     "integrations/recognition.py: Place.of",
     "integrations/recognition.py: Place.holds",
 }
