@@ -14,7 +14,7 @@ from sidcomp.config.registry import find_codec, resolve
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import SidcompError, UnsupportedError
 from sidcomp.runtime.block import DTYPES, Block
-from sidcomp.runtime.process_group import in_words
+from sidcomp.runtime.process_group import exchanging
 
 
 class AllGather:
@@ -76,7 +76,7 @@ class AllGather:
             dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
             return
         received, sent = self.encode(input_tensor, group.rank(), group.size())
-        with in_words(self._label):
+        with exchanging(self._label):
             dist.all_gather_into_tensor(received, sent, group=group)
         self.decode(output_tensor, received)
 

@@ -16,7 +16,7 @@ from sidcomp.errors import CheckpointError, ExchangeError, SetupError, SidcompEr
 from sidcomp.runtime.block import DTYPES, Block
 from sidcomp.runtime.checkpoint_reader import unlike
 from sidcomp.runtime.plain_data import count
-from sidcomp.runtime.process_group import in_words
+from sidcomp.runtime.process_group import exchanging
 
 
 class Passes:
@@ -46,7 +46,7 @@ class Passes:
         for group in dict.fromkeys(group for _, group in of):
             mine = group.size() if failure is None else group.rank()
             first = torch.tensor([mine], dtype=torch.int64, device="cpu")
-            with in_words("the end of a backward pass with reduce-scatters"):
+            with exchanging("the end of a backward pass with reduce-scatters"):
                 dist.all_reduce(first, dist.ReduceOp.MIN, group)
             if int(first) < group.size() and failure is None:
                 failure = ExchangeError(
@@ -123,7 +123,7 @@ class ReduceScatter:
         received, sent = self.encode(input_tensor, output_tensor.numel(), group.rank(), group.size())
         assert self._passes is not None
         self._passes.take(self, group)
-        with in_words(self._label):
+        with exchanging(self._label):
             dist.all_to_all_single(received, sent, group=group)
         try:
             self.decode(output_tensor, op == dist.ReduceOp.AVG)
