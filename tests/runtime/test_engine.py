@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -107,6 +108,25 @@ def both(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> None:
 )
 def test_named_tensors_get_the_hooks_averages(codec: str, arguments: dict[str, Any]) -> None:
     run(both, 2, codec, arguments)
+
+
+def scales(rank: int, world: int) -> list[str]:
+    """The warning where no parameters are known, as over the process-group backend: nothing can follow."""
+    door = Named("topk", density=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            door.average(gradients(rank, step))
+    door.engine.close()
+    return [str(w.message) for w in caught]
+
+
+def test_a_door_that_cannot_follow_is_not_told_to() -> None:
+    (said,) = run(scales, 1)[0]
+    assert "Call state.update_scale(scaler.get_scale()) after each scaler.update(), or" in said
+    assert "follow" not in said
 
 
 def throws_away(rank: int, world: int) -> None:
