@@ -4,7 +4,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -21,13 +21,14 @@ from sidcomp.config.grouping import PLANNED, Groups, Regime, check_lists
 from sidcomp.config.policy import Exclude, Rules
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.config.settings import Candidates, Settings
-from sidcomp.errors import ArgumentError, CheckpointError, ParameterError, SetupError
+from sidcomp.errors import ArgumentError, CheckpointError, ParameterError, SetupError, UnsupportedError
 from sidcomp.planner import plan_plot
 from sidcomp.planner.profile import Profile
 from sidcomp.runtime import checkpoint
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.learning_rates import Rates
+from sidcomp.runtime.members import known
 from sidcomp.runtime.optimizer_watch import Resumed, Unfollowed, Watch
 from sidcomp.runtime.optimizers import Optimizers, chains, enabled, goes_on
 from sidcomp.runtime.scalars import Scalars
@@ -320,17 +321,21 @@ class State:
         "embedding" fit. Raises SetupError if State and model do not fit together."""
         self._open()
         model = door.model
+        if model.process_group is not None and not known(model.process_group):
+            self._check_unknown()
         if (given := self._engine.process_group) is not None:
             if not isinstance(given, dist.ProcessGroup):
                 raise SetupError(
                     f"State(process_group={given!r}) is no process group of which this rank is a member: "
                     "give one that torch.distributed.new_group returned on a member, or leave it out"
                 )
-            mine = dist.get_process_group_ranks(given)
-            its = dist.get_process_group_ranks(model.process_group)
-            if mine != its:
+            mine, its = (
+                dist.get_process_group_ranks(g) if known(g) else type(g).__name__
+                for g in (given, model.process_group)
+            )
+            if given is not model.process_group and (mine != its or isinstance(mine, str)):
                 raise SetupError(
-                    f"State(process_group=...) has ranks {mine}, but DDP averages over ranks {its}: give "
+                    f"State(process_group=...) has the ranks {mine}, but DDP averages over {its}: give "
                     "both the same process group"
                 )
         # These raise here, not in backward(), if a rule or a name fits no parameter.
@@ -351,6 +356,24 @@ class State:
         self._ending.copied = False
         self._watch_forward()
         self._look_for_optimizer(model)
+
+    def _check_unknown(self) -> None:
+        """Raises UnsupportedError for what does not go over a process group that torch.distributed does not
+        know, whose members may change."""
+        own, p = self.settings, self._engine
+        text = "torch.distributed does not know the process group, whose members may change between steps"
+        if own.planned:
+            raise UnsupportedError(
+                f"{text}, so no plan would hold, and groups={own.groups!r} are planned: name a codec and "
+                "groups"
+            )
+        if named := [c.choice.exchange.name for c in own.candidates if c.choice is not None]:
+            raise UnsupportedError(
+                f"{text}, so ranks send no messages to each other, as exchange={named[0]!r} does: leave "
+                "exchange out"
+            )
+        self.settings = p.settings = replace(own, gathers=True)
+        p.guarded()  # a member may end within a step
 
     def _open(self) -> None:
         if self._closed is not None:
@@ -682,6 +705,7 @@ class State:
     def _suited(self, adaptive: bool) -> Settings:
         """The settings beside an optimizer of this kind."""
         suited = Settings.parse(self._codec[0], {}, **self._arguments, adaptive=adaptive)
+        suited = replace(suited, gathers=self.settings.gathers)
         suited.policy.roles = self.settings.policy.roles
         if self._door is not None:
             suited.assign(self._door.model.shapes)

@@ -7,7 +7,7 @@ import torch
 
 from sidcomp import core as _core
 from sidcomp.errors import CheckpointError
-from sidcomp.integrations.recognition import Call, Passes, Program
+from sidcomp.integrations.recognition import Call, Program
 from sidcomp.runtime.block import DTYPES
 
 FORMAT = 1
@@ -21,14 +21,14 @@ def save(group: Any) -> dict[str, Any]:
         "version": _core.version,
         "rank": group.rank(),
         "world": group.size(),
-        "passes": _save_passes(group._passes),
-        "after": _save_passes(group._after),
+        "passes": _save_passes(group._passes.programs + group._former["passes"]),
+        "after": _save_passes(group._after.programs + group._former["after"]),
     }
 
 
-def _save_passes(passes: Passes) -> list[dict[str, Any]]:
+def _save_passes(programs: list[Program]) -> list[dict[str, Any]]:
     """The programs that compress, in the order in which they come next if they take turns."""
-    known = sorted((p for p in passes.programs if p.known), key=lambda p: p.turn)
+    known = sorted((p for p in programs if p.known), key=lambda p: p.turn)
     return [
         {
             "calls": [[c.numel, DTYPES[c.dtype], c.device.type, c.average, c.scatters] for c in p.calls],

@@ -23,6 +23,7 @@ from sidcomp.runtime.bucket import Bucket, failed
 from sidcomp.runtime.checkpoint_reader import without_wrapper
 from sidcomp.runtime.engine import UNFINISHED, Engine, Model
 from sidcomp.runtime.group import Group
+from sidcomp.runtime.members import rank_of
 from sidcomp.state import State
 
 # The steps in which the module's parameters are looked at: 4, 64, 1024, ...
@@ -342,7 +343,7 @@ class _BeforeForward:
         if door is None or self._told or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         first, self._first = self._first, False
-        rank = dist.get_rank(door.model.process_group)
+        rank = rank_of(door.model.process_group)
         if first and ddp.static_graph and not ddp.require_backward_grad_sync:
             notices.warn(
                 "DDP(static_graph=True) does not work if its first iteration runs under no_sync(), and never "
@@ -384,7 +385,7 @@ class _InCopy:
         trained = next(iter(_reduced(ddp).values()), None)
         if trained is not None:
             self._hook = trained.register_hook(  # type: ignore[no-untyped-call]
-                lambda _: self._warn(dist.get_rank(group))
+                lambda _: self._warn(rank_of(group))
             )
 
     def _warn(self, rank: int) -> None:
@@ -464,7 +465,7 @@ class DDPDoor:
         """Warns if the module is no longer the one that was wrapped. It looks at every parameter, so only few
         steps call it."""
         now = _reduced(ddp)
-        rank = dist.get_rank(self.model.process_group)
+        rank = rank_of(self.model.process_group)
         if new := [name for name, p in now.items() if id(p) not in self.expected]:
             notices.warn(
                 f"{shorten(new)} requires a gradient since the module was wrapped in DDP, which does not "
@@ -516,6 +517,8 @@ class DDPDoor:
             if self.steps == self._look_at:
                 self._look_at *= _LATER
                 self._look(ddp)
+            if engine.outdated:
+                self._index = {}
         if self._discovery is None and self._formed:
             index = self._index.get(id(parameters[0]))
             if index is not None and engine.arrived(index):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from sidcomp.config.grouping import shorten
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
+from sidcomp.runtime.members import refuse
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -96,6 +97,11 @@ class Unit:
             raise SetupError(
                 "the model is on a mesh of two dimensions, which names its replicas: leave replicas= out"
             )
+        refuse(
+            group,
+            "FSDP shards a model over ranks that stay",
+            "give replicas= a group that torch.distributed has made, or leave it out",
+        )
         ranks = dist.get_process_group_ranks(group)
         if not given and (own is None or dist.get_process_group_ranks(own) != ranks):
             raise UnsupportedError(

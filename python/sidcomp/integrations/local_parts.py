@@ -18,6 +18,7 @@ from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint_reader import unlike
 from sidcomp.runtime.engine import Engine, Model
+from sidcomp.runtime.members import refuse
 from sidcomp.runtime.optimizers import enabled
 from sidcomp.runtime.plain_data import Check
 from sidcomp.runtime.process_group import exchanging
@@ -209,6 +210,13 @@ def named_group(state: State, process_group: dist.ProcessGroup | None) -> dist.P
         raise SetupError(
             f"process_group={given!r} is no process group of which this rank is a member: give one that "
             "torch.distributed.new_group returned on a member, or leave it out"
+        )
+    if given is not None:
+        refuse(
+            given,
+            "steps on each rank's own are not averaged over one",
+            "average gradients over it, by DDP with sidcomp.process_group(group) or sidcomp.register; or, if "
+            "ranks may leave and come back, give Outer a deadline and leave process_group out",
         )
     return given
 

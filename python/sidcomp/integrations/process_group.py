@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from sidcomp import notices
 from sidcomp.config import accuracy as accuracy_of
@@ -49,6 +49,7 @@ from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.integrations.works import Decoding, Reducing
 from sidcomp.runtime.announcement import compressed
 from sidcomp.runtime.block import DTYPES
+from sidcomp.runtime.members import Members, checked, known, members_of
 from sidcomp.runtime.optimizer_watch import Unfollowed
 
 __all__ = ["BACKEND", "ProcessGroup", "configure", "process_group"]
@@ -111,12 +112,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._settled = False  # all ranks have the same settings
         self._seen: Seen | None = None  # while loaded programs wait for DDP models
         self._loaded = "nothing"  # from a checkpoint: what must be the same on all ranks
-        callbacks = self._learn, self._forget, self._least, self._warn, self._holdings
-        self._passes = Passes(*callbacks)
-        asked = configuration.outside
-        self._after = AfterBackward(
-            *callbacks, asked=asked, tell=self._tell_of_outside, stepping=self._stepping
-        )
+        self._former: dict[str, list[Program]] = {"passes": [], "after": []}  # whose calls have yet to come
+        self._watch_anew()
         self._task = -1  # autograd's number of the backward pass in progress
         parameter_groups.watch()
         for name in ("cpu", "cuda"):
@@ -129,6 +126,15 @@ class ProcessGroup(dist.ProcessGroup):
                 dist.ProcessGroup.BackendType.NCCL if name == "cuda" else dist.ProcessGroup.BackendType.GLOO
             )
             self._register_backend(device, kind, backend)
+
+    def _watch_anew(self) -> None:
+        """Begins to learn which calls backward passes have."""
+        callbacks = self._learn, self._forget, self._least, self._warn, self._holdings
+        self._passes = Passes(*callbacks)
+        asked = self.configuration.outside
+        self._after = AfterBackward(
+            *callbacks, asked=asked, tell=self._tell_of_outside, stepping=self._stepping
+        )
 
     # ---- what torch asks a process group written in Python
     # ------------------------------------------------------------------------------------------------
@@ -218,7 +224,7 @@ class ProcessGroup(dist.ProcessGroup):
         are, before the group's first pass that could be compressed."""
         if not self._settled:
             lines = [*self.configuration.lines(), f"loaded {self._loaded}"]
-            check_same(self.inner, lines, device, self.group_desc)
+            check_same(self.inner, self.size(), lines, device, self.group_desc)
             self._settled = True
 
     def _leave(self, x: torch.Tensor, allowed: Callable[[], bool]) -> None:
@@ -277,7 +283,7 @@ class ProcessGroup(dist.ProcessGroup):
         engine = program.state._engine
         try:
             program.state._open()
-            if not program.formed:
+            if not program.formed or engine.outdated:
                 door, first = program.state._door, engine.layout is None
                 assert isinstance(door, Door)
                 door.form()
@@ -616,6 +622,82 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
 
+class ChangingGroup(ProcessGroup):
+    """A group of the backend "sidcomp" over one that torch.distributed does not know. Its owner may give that
+    other members between two steps, as torchft's Manager does.
+
+    Members that are new know no calls yet, so after a change all learn them anew. The residuals of the others
+    wait until then.
+
+    place: returns rank, size and store; None: the inner group is asked.
+    """
+
+    def __init__(
+        self, inner: dist.ProcessGroup, configuration: Configuration, place: Callable[[], Any] | None
+    ) -> None:
+        self._place = place
+        self._now: Members | None = None  # those whose calls are learnt
+        super().__init__(inner, type(inner).__name__, configuration, 0, 1)
+        self._compresses = configuration.codec != "off"
+        self._compresses_shards = False
+        self._set_group_desc(type(inner).__name__)
+
+    def members(self) -> Members:
+        """The present ones. Raises SetupError."""
+        if self._place is None:
+            return members_of(self.inner)
+        found = self._place()
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise SetupError(f"place() returned {found!r}: let it return (rank, size, store)")
+        try:
+            return checked(*found, since=found[2])
+        except SetupError as e:
+            raise SetupError(f"place() returned {found!r}: {e}") from None
+
+    def rank(self) -> int:
+        return self.members().rank
+
+    def size(self) -> int:
+        return self.members().size
+
+    getRank, getSize = rank, size  # what torch's own code in C++ calls
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        """What torch's process groups do not have, such as reconfigure(), is the inner one's."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.inner, name)
+
+    def allreduce(self, tensors: Any, *arguments: Any, **named: Any) -> Any:  # type: ignore[override]
+        task = torch._C._current_graph_task_id()
+        begins = task != self._task if task != -1 else not self._after.begun
+        if begins and self._compresses:
+            self._follow()
+        return super().allreduce(tensors, *arguments, **named)
+
+    def _follow(self) -> None:
+        """A list of calls begins: the members may be other ones than before."""
+        now = self.members()
+        if self._now is None or not self._now.same(now):
+            self._now, self._settled = now, False
+            for part, passes in (("passes", self._passes), ("after", self._after)):
+                programs = [*self._former[part], *passes.programs]
+                self._former[part] = [p for p in programs if p.known and not p.gone]
+            self._watch_anew()
+
+    def _learn(self, program: Program) -> None:
+        for former in self._former.values():
+            for one in former:
+                if one.calls == program.calls:
+                    former.remove(one)
+                    program.inherit(one)
+                    return
+        super()._learn(program)
+
+
 def _passed_on(name: str) -> Callable[..., Any]:
     def call(self: ProcessGroup, *arguments: Any, **named: Any) -> Any:
         return getattr(self.inner, name)(*arguments, **named)
@@ -701,6 +783,7 @@ def process_group(
     reduce_scatter: str | None = None,
     all_gather: str | None = None,
     outside: bool = False,
+    place: Callable[[], tuple[int, int, Store]] | None = None,
     **arguments: Any,
 ) -> ProcessGroup:
     """Returns a process group over the ranks of `inner` that compresses gradients as the backend "sidcomp"
@@ -710,13 +793,26 @@ def process_group(
         ddp = DistributedDataParallel(module, process_group=compressing)
 
     inner: any process group, of any backend, of which this rank is a member. The other arguments are those of
-    `configure`, which it does not read, and neither does it read SIDCOMP. Raises ArgumentError or
-    ParameterError.
+    `configure`, which it does not read, and neither does it read SIDCOMP.
+
+    inner may also be a group that torch.distributed does not know, such as torchft's, and have other members
+    after a step: `Manager(pg=sidcomp.process_group(ProcessGroupGloo(), "int4"), ...)`. So far that is for
+    all-reduces on the CPU. After each change the members learn anew which calls to compress, and keep their
+    residuals meanwhile.
+
+    place: for such a group, if it does not say so itself: a function that returns (rank, size, store). store:
+    one of torch.distributed, which the members, and no others, share. Other members have another one.
+
+    Raises ArgumentError, ParameterError, SetupError or UnsupportedError.
     """
     global _given
     if not isinstance(inner, dist.ProcessGroup):
         raise ArgumentError(f"inner={inner!r}: give a process group of which this rank is a member")
     configuration = configuration_of(codec, (), min_bytes, arguments, reduce_scatter, all_gather, outside)
+    if not known(inner):
+        return _changing(inner, configuration, place)
+    if place is not None:
+        raise ArgumentError("place: torch.distributed knows this process group and its ranks; leave it out")
     _given = inner, configuration
     try:
         made = dist.new_group(
@@ -730,6 +826,23 @@ def process_group(
     assert isinstance(made, ProcessGroup)
     made._compresses = made._compresses_shards = configuration.codec != "off"
     return made
+
+
+def _changing(
+    inner: dist.ProcessGroup, configuration: Configuration, place: Callable[[], Any] | None
+) -> ChangingGroup:
+    if hasattr(inner, "_manager"):
+        raise SetupError(
+            f"{type(inner).__name__} hands its calls to a Manager, which would not learn of errors: give the "
+            "Manager the group that compresses, Manager(pg=sidcomp.process_group(...), ...)"
+        )
+    if configuration.reduce_scatter or configuration.all_gather:
+        raise UnsupportedError(
+            "reduce_scatter= and all_gather= are for models that are sharded over ranks that stay, and "
+            f"torch.distributed does not know {type(inner).__name__}, whose members may change: leave them "
+            "out"
+        )
+    return ChangingGroup(inner, configuration, place)
 
 
 def _register() -> None:

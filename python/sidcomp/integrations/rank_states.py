@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from sidcomp import files, notices
 from sidcomp.errors import CheckpointError, SetupError
+from sidcomp.runtime.members import refuse
 from sidcomp.runtime.plain_data import count, record, text
 from sidcomp.state import State
 
@@ -27,7 +28,13 @@ def group_of(state: State) -> dist.ProcessGroup:
     state._open()
     if state._door is None:
         raise SetupError("the State is not registered with a model: register it before it is saved or loaded")
-    return state._door.model.process_group
+    group = state._door.model.process_group
+    refuse(
+        group,
+        "the files of its ranks cannot be kept together, because its members may change",
+        "save state.state_dict() of each rank yourself",
+    )
+    return group
 
 
 def agree_on_run(state: State) -> str:

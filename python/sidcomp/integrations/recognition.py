@@ -165,6 +165,13 @@ class Program:
             self.state._attach(Door(group, self, self.state._engine), {})
         return number
 
+    def inherit(self, former: "Program") -> None:
+        """Continues with what has compressed these calls before."""
+        self.known, self.holds, self.pieces = True, former.holds, former.pieces
+        self.state, self.buckets = former.state, former.buckets
+        assert self.state is not None and isinstance(self.state._door, Door)
+        self.state._door.program = self
+
     @property
     def word(self) -> str:
         """What its calls are called together."""

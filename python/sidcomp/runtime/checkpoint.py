@@ -19,6 +19,7 @@ from sidcomp.runtime.checkpoint_reader import FORMAT, STATE_HEADER, read
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Rates
+from sidcomp.runtime.members import known, rank_of, size_of
 from sidcomp.runtime.process_group import Exchange
 
 logger = logging.getLogger("sidcomp")
@@ -351,11 +352,11 @@ def load(
     place: this rank and the number of ranks, if no process group says so: the run may have lost some."""
     if redistribute not in ("sum", "mean"):
         raise ArgumentError(f'redistribute={redistribute!r}: give "sum" or "mean"')
-    if place is None and not dist.is_initialized():
+    if place is None and (parent is None or known(parent)) and not dist.is_initialized():
         raise CheckpointError(
             "load_state_dict needs the process group: call torch.distributed.init_process_group first"
         )
-    rank, world = place or (dist.get_rank(parent), dist.get_world_size(parent))
+    rank, world = place or (rank_of(parent), size_of(parent))
     all_given = list(given) if isinstance(given, list | tuple) else [given]
     if not all_given:
         raise CheckpointError("the list of states is empty: pass this rank's state, or all old ranks' states")

@@ -71,6 +71,9 @@ class CpuExecutor:
         check: ReplicaCheck,
     ) -> None:
         self._exchange, self._check, self._groups = exchange, check, groups
+        if self._reductions is not None and self._reductions.exchange is not exchange:  # of other members
+            self._reductions.close()
+            self._reductions = None
         single = SingleCollective(exchange)
         self._transports = {
             form: self._transport(form, parent) or single for group in groups for form in group.forms

@@ -29,8 +29,9 @@ from sidcomp.runtime.group import Group, ring_bytes
 from sidcomp.runtime.growth_check import STEPS, crowded, outgrown
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Key, Rates
+from sidcomp.runtime.members import known
 from sidcomp.runtime.optimizer_watch import Looking, Unfollowed, Watch, scaler_in_use
-from sidcomp.runtime.process_group import TOLD, Exchange
+from sidcomp.runtime.process_group import TOLD, Exchange, connect
 from sidcomp.runtime.ranges import profiling
 from sidcomp.runtime.replica_check import ReplicaCheck
 from sidcomp.runtime.step import Step
@@ -243,10 +244,22 @@ class Engine:
         return self.executor
 
     def connect(self, model: Model, device: torch.device, what: str) -> Exchange:
-        """Returns the engine's own process group. If there is none, all ranks make it here together."""
-        if self.exchange is None:
-            self.exchange = Exchange(self.process_group or model.process_group, device, what)
+        """Returns the engine's own process group. If there is none, or if the model's has other members now,
+        all ranks make it here together."""
+        parent = self.process_group or model.process_group
+        if self.exchange is None or self.exchange.outdated:
+            exchange = connect(parent, device, what)
+            if not known(parent):  # a member may be new
+                steps = exchange.tell_all(self.step.to_bytes(8, "little"), what)
+                self.current.number = max(int.from_bytes(one, "little") for one in steps)
+            self.move(exchange)
+        assert self.exchange is not None
         return self.exchange
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the groups must be made anew, because the model's process group has other members now."""
+        return self.exchange is not None and self.exchange.outdated
 
     def move(self, exchange: Exchange) -> None:
         """Takes another process group. The next `form` makes the groups for it; their memory stays."""

@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from sidcomp.errors import ExchangeError, MismatchError, RankError
+from sidcomp.errors import ExchangeError, MismatchError, RankError, SetupError, UnsupportedError
 from sidcomp.runtime import reaper
+from sidcomp.runtime.members import GIVE, known, members_of
 
 logger = logging.getLogger("sidcomp")
 
@@ -290,6 +292,11 @@ class Exchange:
             self.group._get_backend(device)._set_default_timeout(timeout)
 
     @property
+    def outdated(self) -> bool:
+        """Whether `parent` has other members by now."""
+        return False
+
+    @property
     def group(self) -> dist.ProcessGroup:
         return self._box[0]
 
@@ -361,6 +368,9 @@ class Exchange:
         """Passes as many bytes as every other rank."""
         if has_gloo(self.group):
             return tell_all(self.group, data, what)
+        return self._tell_by_gather(data, what)
+
+    def _tell_by_gather(self, data: bytes, what: str) -> list[bytes]:
         others = [r for r in range(self.world) if r != self.rank]
         with _announced(lambda: _waiting(self.rank, others, what)):
             try:
@@ -408,3 +418,106 @@ class Exchange:
             reaper.free(self._box)
         else:
             _over.append((time.monotonic(), self._box.pop()))
+
+
+# How many exchanges the members of a group have made in this process: the same number on each.
+_made: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+
+_TWICE = "rank of two members"  # a key in the store
+_LOOK = timedelta(seconds=1)  # between looks at it
+
+
+class DirectExchange(Exchange):
+    """An Exchange between the members of a process group that torch.distributed does not know. It does not
+    know this one either, so there need be no default group. It is over Gloo, has no messages, and is outdated
+    when `parent` has other members."""
+
+    def __init__(
+        self, parent: dist.ProcessGroup, device: torch.device, what: str = "setting up sidcomp"
+    ) -> None:
+        if device.type != "cpu":
+            raise UnsupportedError(
+                f"torch.distributed does not know the process group, and the gradients are on {device}: so "
+                "far sidcomp connects the members of such a group on CPUs only; give it one that "
+                "torch.distributed.new_group has made"
+            )
+        _free_old()
+        self._parent, self.members = weakref.ref(parent), members_of(parent)
+        self.device, self.backend = device, "gloo"
+        self.rank, self.world = self.members.rank, self.members.size
+        since = self.members.since()
+        self.timeout = timeout = (
+            _timeout_of(cast(dist.ProcessGroup, since), device) or dist.default_pg_timeout
+        )
+        number = _made[since] = _made.get(since, 0) + 1
+        store = PrefixStore(f"sidcomp/{number}", self.members.store)
+        self._report(store, what, timeout)
+        forming = min(timeout, _FORMING + self.world * _FORMING_EACH)
+        try:
+            group = dist.ProcessGroupGloo(store, self.rank, self.world, forming)
+        except RuntimeError as e:
+            raise ExchangeError(
+                f"torch could not connect the {self.world} ranks for {what}; look at the other ranks' output "
+                f"({e})"
+            ) from e
+        with suppress(AttributeError):  # older versions of torch
+            group._set_default_timeout(timeout)
+        reaper.start()
+        self._pool, self._box = None, [cast(dist.ProcessGroup, group)]
+        self._collected = weakref.finalize(self, reaper.collected, self._box, os.getpid())
+        self._collected.atexit = False
+
+    def _report(self, store: Store, what: str, timeout: timedelta) -> None:
+        """Returns when all members have called it. Raises ExchangeError, which names those that have not."""
+        if store.add(f"rank {self.rank}", 1) > 1:
+            store.set(_TWICE, str(self.rank))
+        missing = [r for r in range(self.world) if r != self.rank]
+        end = time.monotonic() + timeout.total_seconds()
+        with _announced(lambda: _waiting(self.rank, missing, what)):
+            while missing or store.check([_TWICE]):
+                if store.check([_TWICE]):
+                    raise SetupError(
+                        "two members of the process group say that they are rank "
+                        f"{int(store.get(_TWICE))} of {self.world}; {GIVE}"
+                    )
+                try:
+                    store.wait([f"rank {missing[0]}"], _LOOK)
+                    del missing[0]
+                except RuntimeError as e:
+                    if time.monotonic() > end:
+                        absent = [r for r in missing if not store.check([f"rank {r}"])]
+                        raise _lost(absent or missing[:1], what, e) from e
+
+    @property
+    def outdated(self) -> bool:
+        parent = self._parent()
+        return parent is not None and not self.members.same(members_of(parent))
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        return self.group.allreduce([tensor])
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+        return self.group._allgather_base(out, tensor)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        out = torch.empty(self.world * len(data), dtype=torch.uint8, device="cpu")
+        self.all_gather(out, mine).wait()
+        flat = bytes(out.numpy())
+        return [flat[i * len(data) : (i + 1) * len(data)] for i in range(self.world)]
+
+    def _tell(self, data: bytes, what: str) -> list[bytes]:
+        return self._tell_by_gather(data, what)
+
+    def tell_reasons(self, error: Exception | None, about: int) -> list[str]:
+        return [""] * self.world
+
+    def close(self) -> None:
+        assert self._collected is not None
+        self._collected.detach()
+        reaper.free(self._box)
+
+
+def connect(parent: dist.ProcessGroup, device: torch.device, what: str = "setting up sidcomp") -> Exchange:
+    """Makes an Exchange over the ranks of `parent`, whoever has made that."""
+    return (Exchange if known(parent) else DirectExchange)(parent, device, what)

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from sidcomp.runtime.collectives import Collectives
-from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.process_group import Exchange, connect
 from sidcomp.runtime.transport import Computation, Exchanged, G, Transfer, Works
 
 _Queue = SimpleQueue[Transfer[Any] | None]
@@ -28,7 +28,7 @@ class Reductions(Collectives):
 
     def __init__(self, exchange: Exchange, parent: dist.ProcessGroup) -> None:
         super().__init__(exchange)
-        self.further = Collectives(Exchange(parent, exchange.device))
+        self.further = Collectives(connect(parent, exchange.device))
         self._queue: _Queue = SimpleQueue()
         self._thread = threading.Thread(
             target=_work, args=(self._queue,), name="sidcomp reductions", daemon=True
