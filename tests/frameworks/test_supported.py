@@ -148,6 +148,7 @@ ELSEWHERE = {  # tested by other files
     "a framework's wrapper of an optimizer, such as Accelerate's or torchft's",
     "no DDP at all",
     "HSDP: `fully_shard` on two mesh dimensions",
+    "torchft: its Manager, whose members change",
     "plain FSDP2, on one mesh dimension",
     "FSDP2 inside a node, any optimizer's steps between nodes",
     "`replicate`, FSDP2's data parallelism without shards",
