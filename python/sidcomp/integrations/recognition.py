@@ -453,10 +453,10 @@ class Passes:
         """Learns from a pass that had the calls of earlier ones. alike: their programs, the known ones first;
         best: the greatest likeness."""
         found = alike[likeness.index(best)]
-        rivals = [p for p in alike if p.known and not p.fixed and not p.apart(self._origins)]
+        others = [p for p in alike if p.known and not p.fixed and not p.apart(self._origins)]
         found.places, found.origins = self._places, self._origins
         found.last, found.fixed = self._passes, best is Likeness.SAME
-        if not found.known and (found.fixed or not rivals):
+        if not found.known and (found.fixed or not others):
             self._made(found)
         # Two programs with the same calls, neither of them fixed, can never be told apart. They are one if no
         # tensor of either is left: an exchange may let go of a tensor only after the next pass has begun.
