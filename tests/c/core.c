@@ -88,8 +88,21 @@ void test_registry(void) {
 static int mentions(const sid_error *e, const char *word) { return strstr(e->text, word) != NULL; }
 
 void test_sizing(void) {
-    static const uint64_t sizes[] = {0, 1, 15, 16, 1024, 65535, 65536, 65537, 25600000, 300000001,
-                                     (1ull << 31) - 1, (1ull << 31) + 1, (1ull << 32) - 1, (1ull << 32) + 1, 1ull << 40};
+    static const uint64_t sizes[] = {0,
+                                     1,
+                                     15,
+                                     16,
+                                     1024,
+                                     65535,
+                                     65536,
+                                     65537,
+                                     25600000,
+                                     300000001,
+                                     (1ull << 31) - 1,
+                                     (1ull << 31) + 1,
+                                     (1ull << 32) - 1,
+                                     (1ull << 32) + 1,
+                                     1ull << 40};
     for (uint32_t i = 0; sid_codec_at(i); i++)
         for (uint32_t m = 0; sid_memory_at(m); m++)
             for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
