@@ -463,7 +463,7 @@ class Engine:
     def _meet_others(self, replaced: dict[str, Any]) -> None:
         """Takes part, with an error, in the step that a rank begins here which has loaded no checkpoint, as
         this one has: each would wait for the other. Raises RankError if there is such a rank. If all have
-        loaded one, this costs the bytes of a step."""
+        loaded one, this costs the bytes of a step, which count as control bytes."""
         exchange, executor, self._replaced = self.exchange, self.executor, None
         assert exchange is not None and executor is not None
         # Where the buckets change anyway, all ranks make groups here, and compare how far they are.
@@ -487,8 +487,10 @@ class Engine:
             )
             for g in self.groups:
                 g.stage.begin(1.0)
-            self._withdraw(mine)
-            self.current.wait()
+            with self.current.uncounted() as counted:
+                self._withdraw(mine)
+                self.current.wait()
+                self.control += self.current.received - counted
             told = f"{type(mine).__name__}: {_RELOADED}"  # a small payload has room for less
             reasons = [(r, why) for g in self.groups for r, why in enumerate(g.stage.reasons)]
             absent = sorted({r for r, why in reasons if not why or not told.startswith(why[: len(told)])})

@@ -2,6 +2,8 @@
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter_ns
 
 from sidcomp.errors import ExchangeError, SidcompError
@@ -66,6 +68,17 @@ class Step:
         self.dense += 4 * g.n
         self.wire += g.wire_bytes(world)
         self.plain += ring_bytes(4 * g.n, world)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[int]:
+        """What is exchanged inside does not count as bytes of a step. Yields the bytes received before."""
+        names = ("sent", "received", "dense", "wire", "plain")
+        before = [getattr(self, name) for name in names]
+        try:
+            yield self.received
+        finally:
+            for name, value in zip(names, before, strict=True):
+                setattr(self, name, value)
 
     def complete(self, g: Group) -> None:
         for bucket in g.buckets:
