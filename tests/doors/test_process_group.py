@@ -481,6 +481,27 @@ def test_what_is_all_reduced_after_backward_is_exact_and_it_says_so(kind: str) -
         assert not texts or "add outside=True to SIDCOMP" in texts[0]
 
 
+def over_several_groups(rank: int, world: int) -> list[int]:
+    """One model's gradients are averaged over six groups in turn: a step ends a list on each."""
+    junk = [bytearray(10_000) for _ in range(7 * rank)]  # objects lie elsewhere on each rank
+    groups = [
+        sidcomp.process_group(dist.new_group(), "topk", density=0.1, min_bytes=1000, outside=True)
+        for _ in range(6)
+    ]
+
+    def after(module: nn.Module) -> None:
+        for p, to in zip([p for p in module.parameters() if p.numel() > 250] * 3, groups, strict=True):
+            dist.all_reduce(p.grad, group=to)
+
+    train(network(), rank, 6, after)
+    del junk
+    return [step for to in groups for step in steps_of(to)]
+
+
+def test_a_step_ends_lists_on_several_groups_in_one_order() -> None:
+    assert run(over_several_groups, 2) == [[4] * 6] * 2
+
+
 def with_metrics(rank: int, world: int) -> list[str]:
     """DDP, and what a program all-reduces in each step beside it: a loss, a matrix of confusion."""
     model = DistributedDataParallel(network(width=200))

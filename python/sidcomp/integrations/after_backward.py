@@ -14,6 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sidcomp.integrations.recognition import PATIENCE, Call, Origin, Passes, Program
 
+_MOST_CUTS = 10 * PATIENCE  # lists that no step has ended, after which nobody looks for one
+
 
 class _Counter:
     """Counts the backward passes of this process. Autograd numbers them, and tells a hook the number: so this
@@ -73,7 +75,8 @@ class AfterBackward(Passes):
     """
 
     where = "what follows a backward pass"
-    _all: ClassVar["weakref.WeakSet[AfterBackward]"] = weakref.WeakSet()
+    # In the order in which they were made, which is the same on all ranks: a step may compare lists on each.
+    _all: ClassVar[list["weakref.ref[AfterBackward]"]] = []
     _hook: ClassVar[Any] = None
 
     def __init__(
@@ -90,7 +93,8 @@ class AfterBackward(Passes):
         self._tell, self._stepping = tell, stepping
         self._trained: list[torch.Tensor] = []  # by the optimizer that is about to step
         self._pass = self._at_step = 0
-        self._all.add(self)
+        self._cuts = 0
+        self._all.append(weakref.ref(self, self._all.remove))
 
     def begin(self) -> bool:
         """Whether a call that comes now is between a backward pass and an optimizer's step."""
@@ -110,6 +114,8 @@ class AfterBackward(Passes):
         if self._active is not None:
             self.end()
         elif self._calls:
+            self._cuts += 1
+            self.over = not self.asked and self._cuts >= _MOST_CUTS
             alike = next((p for p in self.programs if p.calls == self._calls), None)
             if alike is None:
                 nobody: list[Origin | None] = [None] * self.begun
@@ -118,16 +124,13 @@ class AfterBackward(Passes):
             alike.followed = not alike.known
         self._clear()
 
-    def before_step(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
-        if self.over:
-            return
-        if self._calls:
-            if _begun() == self._pass:
-                self._ended_by(optimizer)
-            else:
-                self.cut()
-        self._at_step = _begun()
+    def before_step(self, optimizer: Any, now: int) -> None:
+        """An optimizer is about to step. now: the number of backward passes begun."""
+        if self._calls and now == self._pass:
+            self._ended_by(optimizer)
+        else:
+            self.cut()
+        self._at_step = now
 
     def _ended_by(self, optimizer: Any) -> None:
         self._trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
@@ -171,6 +174,9 @@ class AfterBackward(Passes):
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        for one in list(AfterBackward._all):
-            one.before_step(optimizer)
+    if torch.compiler.is_compiling():
+        return
+    watching = [one for ref in AfterBackward._all if (one := ref()) is not None and not one.over]
+    now = _begun() if watching else 0
+    for one in watching:
+        one.before_step(optimizer, now)

@@ -179,10 +179,13 @@ class ProcessGroup(dist.ProcessGroup):
             return None
         inside = torch._C._current_graph_task_id() != -1
         _watch.over = _watch.over or inside
-        if not x.is_contiguous():
-            self._warn("not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed")
-            return None
         if not self._allowed() or (self._after.over and not inside):
+            return None
+        if not x.is_contiguous():
+            if inside or self.configuration.outside:
+                self._warn(
+                    "not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed"
+                )
             return None
         return Call(x.numel(), x.dtype, x.device, average)
 
