@@ -25,7 +25,7 @@ from sidcomp.config.schedule import Setting
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.integrations.all_gather import AllGather, encodes_itself, for_parameters
 from sidcomp.integrations.ddp import roles
-from sidcomp.integrations.fsdp_units import Unit, check_torch, found, trained
+from sidcomp.integrations.fsdp_units import Unit, check_torch, units_of
 from sidcomp.integrations.hsdp import Door
 from sidcomp.integrations.reduce_scatter import Passes, ReduceScatter
 from sidcomp.state import State
@@ -48,7 +48,9 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
                 dimension. Their parameters must be equal; this call does not copy them
 
     Every rank calls it at the same point, before the first backward pass: the ranks wait for each other. In
-    the first backward pass nothing overlaps, because the order of the parameter groups is not known yet.
+    the first backward pass nothing overlaps, because the order of the parameter groups is not known yet. A
+    pass may skip modules, and parameters may be frozen and released at any time, alike on all ranks.
+
     Gradients are complete when backward() returns. They may be accumulated: by several backward passes,
     `set_requires_gradient_sync`, `set_requires_all_reduce` and `set_is_last_backward`. Mixed precision works
     with float32 or bfloat16 as reduce_dtype. CPU offload has not run on a GPU. Needs PyTorch 2.13.
@@ -67,7 +69,9 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
         )
     if not isinstance(state, State):
         raise ArgumentError(f'state={state!r}: give a sidcomp.State, such as sidcomp.State("topk")')
-    units = trained(module)
+    units = units_of(module)
+    if not any(unit.trainable for unit in units):
+        raise SetupError("fsdp.compress: no parameter of the model requires a gradient")
     if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
         raise ArgumentError(
             f"replicas={replicas!r}: give a process group of which this rank is a member, or leave it out"
@@ -86,7 +90,7 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
     state._attach(door, roles(module))
     state._engine.connect(door.model, units[0].device, "sidcomp.fsdp.compress()")
     for index, unit in enumerate(units):
-        unit.take_over(partial(door.arrive, index))
+        unit.take_over(door, partial(door.arrive, index))
 
 
 def compress_reduce_scatter(
@@ -117,8 +121,8 @@ def compress_reduce_scatter(
     check_torch()
     made: list[ReduceScatter] = []
     passes = Passes()
-    for unit in trained(module):
-        if unit.place()[1] > 1:
+    for unit in units_of(module):
+        if unit.trainable and unit.place()[1] > 1:
             one = ReduceScatter(codec, memory, parameters, seed, len(made), passes)
             unit.group._reduce_scatter_comm = one
             made.append(one)
@@ -156,7 +160,7 @@ def reshard(states: Sequence[dict[str, Any]], module: torch.nn.Module) -> list[d
             raise CheckpointError(
                 f"of replica {rank} the state of shard {missing[0]} is missing: pass those of all ranks"
             )
-    units = trained(module)
+    units = units_of(module)
     return [_cut([own[i] for i in range(shards)], units) for _, own in sorted(old.items())]
 
 
@@ -224,7 +228,7 @@ def compress_all_gather(
     UnsupportedError, which say what to change.
     """
     check_torch()
-    units = [u for u in found(module) if u.place()[1] > 1]
+    units = [u for u in units_of(module) if u.place()[1] > 1]
     if not units:
         raise SetupError("the model is not sharded, so it has no all-gather of parameters")
     names = {id(p): name for name, p in module.named_parameters()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 STEPS = 8
 
@@ -363,6 +365,417 @@ def test_another_mesh(tmp_path: Any) -> None:
     assert [steps for _, steps in run(on_mesh, 4, 2, 2, str(rooms[1]), str(rooms[2]))] == [5] * 4
 
 
+# ---- passes that do not all bring the same gradients
+
+
+class Chain(nn.ModuleList):
+    """Layers of which a pass uses some."""
+
+    def forward(self, x: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
+        for i in which:
+            x = x + self[i](x).tanh()
+        return x
+
+
+class Branching(nn.Module):
+    """Branches that are parameter groups of their own, and a pair of layers that is one parameter group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(12, 20)
+        self.branches = Chain([nn.Linear(20, 20) for _ in range(3)])
+        self.pair = Chain([nn.Linear(20, 20) for _ in range(2)])
+        self.head = nn.Linear(20, 3)
+
+    def forward(self, x: torch.Tensor, which: Sequence[int], of_pair: Sequence[int]) -> torch.Tensor:
+        return self.head(self.pair(self.branches(self.trunk(x).tanh(), which), of_pair))
+
+
+# Of a pass: the branches, the layers of the pair, and the parameters that change whether they train.
+Pass = tuple[list[int], list[int], list[str]]
+PASSES: list[Pass] = [
+    ([0, 1, 2], [0, 1], []),
+    ([1], [0], []),
+    ([0, 2], [0, 1], []),
+    ([2], [], ["pair.1.weight"]),
+    ([], [1], []),
+    ([0, 1, 2], [0, 1], ["trunk.bias", "branches.2.weight", "branches.2.bias"]),
+    ([0, 1, 2], [0, 1], []),
+    ([2, 1], [1], ["trunk.bias", "branches.2.weight", "branches.2.bias"]),
+    ([0, 1, 2], [0, 1], []),
+    ([0, 1, 2], [0, 1], []),
+]
+LISTS = [
+    ["head.weight", "branches.1.weight", "branches.1.bias"],
+    ["head.bias", "pair.0.bias", "trunk.weight"],
+]
+
+
+def branching(mesh: Any, **options: Any) -> Any:
+    model: Any = Branching()
+    model.pair[1].weight.requires_grad_(False)
+    for part in (model.trunk, *model.branches, model.pair):
+        fully_shard(part, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def toggle(model: nn.Module, names: Sequence[str]) -> None:
+    for name in names:
+        p = model.get_parameter(name)
+        p.requires_grad_(not p.requires_grad)
+
+
+def pass_of(model: nn.Module, rank: int, step: int, one: Pass, scale: float = 1.0) -> float:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, 12, generator=draw)
+    y = torch.stack([x[:, :4].sum(1), x[:, 4:8].prod(1), x[:, 8:].amax(1)], 1)
+    loss = (model(x, *one[:2]) - y).square().mean() * scale
+    loss.backward()
+    return loss.item()
+
+
+def train_branches(rank: int, world: int, codec: str | None, arguments: dict[str, Any], how: str = "") -> Any:
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = branching(mesh, **({"mp_policy": mixed} if how == "mixed" else {}))
+    said = io.StringIO()
+    with redirect_stderr(said):
+        state = sidcomp.State(codec, **arguments) if codec else None
+        if state is not None:
+            sidcomp.fsdp.compress(model, state)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        micro = 2 if how == "accumulate" else 1
+        for step, one in enumerate(PASSES):
+            toggle(model, one[2])
+            sgd.zero_grad()
+            for i in range(micro):
+                model.set_requires_all_reduce(i == micro - 1)
+                pass_of(model, rank, micro * step + i, one)
+            sgd.step()
+        assert alike(model, mesh.get_group("replicate"))
+        if state is not None:
+            state.close()
+    return flat(model), said.getvalue()
+
+
+@pytest.mark.parametrize("how", ["", "accumulate", "mixed"])
+def test_modules_may_be_skipped_frozen_and_released(how: str) -> None:
+    """With codec "none" the bits are those of plain HSDP, whatever the groups."""
+    plain = run(train_branches, 4, None, {}, how)
+    kinds: list[Any] = ["bucket", "model", "3KB", LISTS]
+    for groups in kinds if not how else ["model"]:
+        arguments = {"groups": groups}
+        if isinstance(groups, list):
+            arguments["exclude"] = ["branches.0.*", "branches.2.*", "pair.0.weight", "pair.1.bias"]
+        ours = run(train_branches, 4, "none", arguments, how)
+        for (theirs, _), (mine, _) in zip(plain, ours, strict=True):
+            assert torch.equal(theirs, mine), groups
+
+
+def test_auto_gives_up_planning_where_passes_differ() -> None:
+    plain, ours = run(train_branches, 4, None, {}), run(train_branches, 4, "auto", {})
+    for rank, ((theirs, _), (mine, said)) in enumerate(zip(plain, ours, strict=True)):
+        assert torch.equal(theirs, mine)
+        assert said.count("plans no longer") == (rank == 0)
+
+
+def conserved(rank: int, world: int, codec: str, arguments: dict[str, Any], follow: bool) -> None:
+    """No parameter moves, so each pass has known gradients. What was sent, each times its rate, and what is
+    left, times the last one, are together what plain HSDP has sent."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, model = branching(mesh), branching(mesh)
+    sums: list[dict[str, torch.Tensor]] = [{}, {}]
+    with sidcomp.State(codec, **arguments) as state:
+        sidcomp.fsdp.compress(model, state)
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        if follow:
+            state.follow(sgd)
+        rate = 1.0
+        for step, one in enumerate([*PASSES, PASSES[1]]):
+            rate = sgd.param_groups[0]["lr"] = 1.0 / (1 + step) if follow else 1.0
+            came = []
+            for of, each in zip(sums, (plain, model), strict=True):
+                toggle(each, one[2])
+                each.zero_grad()
+                pass_of(each, rank, step, one)
+                grads = {n: p.grad.to_local() for n, p in each.named_parameters() if p.grad is not None}
+                came.append(set(grads))
+                for name, grad in grads.items():
+                    of[name] = of.get(name, torch.zeros_like(grad)) + rate * grad
+            assert came[0] == came[1]
+        for name, residual in state.state_dict()["residuals"].items():
+            own = sums[1][name].numel()
+            left = residual[0][:own].reshape(sums[1][name].shape).clone()
+            dist.all_reduce(left, group=mesh.get_group("replicate"))
+            sums[1][name] += rate * left / 2
+    assert sums[0].keys() == sums[1].keys()
+    for name, true in sums[0].items():
+        torch.testing.assert_close(sums[1][name], true, rtol=1e-4, atol=1e-5, msg=name)
+        mine = sums[1][name]
+        everyone = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(everyone, mine, group=mesh.get_group("replicate"))
+        assert torch.equal(*everyone)
+
+
+@pytest.mark.parametrize(
+    "codec, arguments, follow",
+    [
+        ("topk", {"density": 0.1}, True),
+        ("topk", {"density": 0.1, "groups": "model"}, False),
+        ("int8", {"groups": "2KB", "exclude": "1-D"}, True),
+        pytest.param("topk", {"density": 0.1, "groups": "2KB", "nonfinite": "rollback"}, True, marks=SLOW),
+        pytest.param("powersgd", {"groups": "bucket"}, False, marks=SLOW),
+    ],
+)
+def test_the_residual_of_a_module_that_is_skipped_waits(
+    codec: str, arguments: dict[str, Any], follow: bool
+) -> None:
+    run(conserved, 4, codec, arguments, follow)
+
+
+def resumed_branches(rank: int, world: int, room: str, first: int) -> Any:
+    """With first > 0 it stops there, saves, and continues in new objects."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def fresh(frozen: Sequence[str]) -> tuple[nn.Module, sidcomp.State, Any]:
+        model = branching(mesh)
+        toggle(model, frozen)
+        state = sidcomp.State("topk", density=0.1, groups="model")
+        sidcomp.fsdp.compress(model, state)
+        return model, state, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, state, sgd = fresh([])
+    for step, one in enumerate([*PASSES[:5], *PASSES[1:5]]):
+        if step == first > 0:
+            saved = {n: x.clone() for n, x in model.state_dict().items()}, state.state_dict()
+            state.close()
+            model, state, sgd = fresh(["pair.1.weight"])
+            model.load_state_dict(saved[0])
+            state.load_state_dict(saved[1])
+        toggle(model, one[2] if step < 5 else [])
+        sgd.zero_grad()
+        pass_of(model, rank, step, one)
+        sgd.step()
+    return flat(model), state.state_dict()["residuals"]
+
+
+def test_a_run_that_skips_modules_resumes_with_the_same_bits() -> None:
+    for (a, mine), (b, theirs) in zip(
+        run(resumed_branches, 4, "", 0), run(resumed_branches, 4, "", 6), strict=True
+    ):
+        assert torch.equal(a, b) and mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def ranks_differ(rank: int, world: int, codec: str) -> Any:
+    """Replicas that use other branches: an error on all ranks in that pass, and then its advice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    texts, which = [], [rank // 2]
+    model = branching(mesh)
+    state = sidcomp.State(codec)
+    sidcomp.fsdp.compress(model, state)
+    for step, branches in enumerate(([0, 1, 2], [0, 1, 2], which, [0, 1, 2])):
+        try:
+            pass_of(model, rank, step, (branches, [0], []))
+        except sidcomp.RankError as e:
+            texts.append((step, str(e)))
+    state.close()
+    models: list[Any] = []
+    for compressing in (False, True):
+        model = Branching()
+        for part in (model.trunk, model.branches, model.pair):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.set_reduce_scatter_unused_params(True)
+        state = sidcomp.State("none")
+        if compressing:
+            sidcomp.fsdp.compress(model, state)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            sgd.zero_grad()
+            pass_of(model, rank, step, (which, [0], []))
+            sgd.step()
+        assert alike(model, mesh.get_group("replicate"))
+        models.append(flat(model))
+    return texts, torch.equal(*models)
+
+
+@pytest.mark.parametrize("codec", ["none", "topk"])
+def test_ranks_that_skip_different_modules_are_told_what_to_do(codec: str) -> None:
+    for texts, same in run(ranks_differ, 4, codec):
+        ((step, text),) = texts
+        assert step == 2 and same
+        assert "only rank 0 has gradients of branches.0.bias, branches.0.weight" in text
+        assert "only rank 1 has gradients of branches.1.bias, branches.1.weight" in text
+
+
+def in_another_order(rank: int, world: int, codec: str) -> list[float]:
+    """FSDP gives a branch that a rank skips a zero gradient, at the end of the pass: each rank has its
+    branches in another order. The mean gradient is that of the plain model on both ranks' data."""
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    model = branching(mesh)
+    model.set_reduce_scatter_unused_params(True)
+    with sidcomp.State(codec) as state:
+        sidcomp.fsdp.compress(model, state)
+        pass_of(model, rank, 0, PASSES[0])
+        model.zero_grad()
+        pass_of(model, rank, 1, ([rank], [0], []))
+        plain = Branching()
+        for other in range(world):
+            pass_of(plain, other, 1, ([other], [0], []), 1 / world)
+        for (name, mine), true in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if name != "pair.1.weight":
+                expected = torch.zeros_like(true) if true.grad is None else true.grad
+                torch.testing.assert_close(mine.grad.to_local(), expected, msg=name)
+    return []
+
+
+def test_the_order_in_which_gradients_come_may_differ() -> None:
+    run(in_another_order, 2, "none")
+
+
+def collected(rank: int, world: int, heeds: bool) -> str:
+    """Two passes that are averaged together, of which the second uses more of a parameter group."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = branching(mesh)
+    model.set_reduce_scatter_unused_params(heeds)
+    sidcomp.fsdp.compress(model, sidcomp.State("none"))
+    pass_of(model, rank, 0, PASSES[0])
+    model.set_requires_all_reduce(False)
+    pass_of(model, rank, 1, ([0], [0], []))
+    model.set_requires_all_reduce(True)
+    try:
+        pass_of(model, rank, 2, ([0], [0, 1], []))
+    except sidcomp.SidcompError as e:
+        return str(e)
+    return "it trains"
+
+
+def test_passes_that_are_averaged_together_bring_the_same_parameters() -> None:
+    for text in run(collected, 2, False):
+        assert "averaged together brought gradients of different parameters of pair.0.weight" in text
+    assert run(collected, 2, True) == ["it trains"] * 2
+
+
+class Recomputing(Chain):
+    def forward(self, x: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
+        for i in which:
+            x = x + (checkpoint_of(self[i], x, use_reentrant=True) if i == 1 else self[i](x)).tanh()
+        return x
+
+
+def recomputed(rank: int, world: int, codec: str | None) -> torch.Tensor:
+    """Reentrant checkpoints: some parameter groups come in backward passes within the backward pass."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = branching(mesh)
+    model.branches.__class__ = Recomputing
+    with sidcomp.State(codec or "none") as state:
+        if codec:
+            sidcomp.fsdp.compress(model, state)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            sgd.zero_grad()
+            pass_of(model, rank, step, PASSES[0])
+            sgd.step()
+    return flat(model)
+
+
+def test_backward_passes_within_the_backward_pass() -> None:
+    for theirs, mine in zip(run(recomputed, 2, None), run(recomputed, 2, "none"), strict=True):
+        assert torch.equal(theirs, mine)
+
+
+class Ends(torch.autograd.Function):
+    """Ends a backward pass with an error of the program, if `now` says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, now: list[bool]) -> torch.Tensor:
+        ctx.now = now
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.now[0]:
+            raise ValueError("an error of the program")
+        return grads[0], None
+
+
+def broken_passes(rank: int, world: int, everywhere: bool) -> list[str]:
+    """An error of the program ends passes in their middle, on all ranks or on rank 0 alone."""
+    shards = 2 if everywhere else 1
+    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
+    model, ends, texts = branching(mesh), [False], []
+    model.branches.register_forward_hook(lambda *given: Ends.apply(given[2], ends))
+    with sidcomp.State("topk", density=0.1) as state:
+        sidcomp.fsdp.compress(model, state)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            ends[0] = (step in (0, 3) and everywhere) or (step == 3 and rank == 0)
+            sgd.zero_grad()
+            try:
+                pass_of(model, rank, step, PASSES[0])
+                sgd.step()
+            except (ValueError, sidcomp.SidcompError) as e:
+                texts.append(f"{step}: {e}")
+                model.reset_iter_state()
+        assert alike(model, mesh.get_group("replicate"))
+    return texts
+
+
+def test_passes_after_one_that_did_not_finish() -> None:
+    for texts in run(broken_passes, 4, True):
+        assert texts == ["0: an error of the program", "3: an error of the program"]
+    (mine,), (theirs,) = run(broken_passes, 2, False)
+    assert mine == "3: an error of the program"
+    assert theirs.startswith("3: rank 0 could not go on") and "did not finish" in theirs
+
+
+# ---- one shard, and all others
+
+
+def fail_once(form: Any) -> None:
+    works = form.advance
+
+    def fails(*_: Any) -> bool:
+        form.advance = works
+        raise ValueError("planted error, number 4711")
+
+    form.advance = fails
+
+
+def one_shard_fails(rank: int, world: int, codec: str) -> Any:
+    """In pass 2 rank 0 cannot encode a group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, texts = sharded(mesh), []
+    with sidcomp.State(codec, nonfinite="rollback") as state:
+        sidcomp.fsdp.compress(model, state)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            before = state.state_dict()["residuals"] if step else {}
+            if step == 2 and rank == 0:
+                fail_once(state._engine.groups[1].form)
+            sgd.zero_grad()
+            try:
+                backward(model, rank, step)
+                sgd.step()
+            except (RuntimeError, sidcomp.SidcompError) as e:
+                texts.append((step, str(e)))
+                after = state.state_dict()["residuals"]
+                assert all(torch.equal(before[name], after[name]) for name in before)
+        assert alike(model, mesh.get_group("replicate"))
+    return texts
+
+
+@pytest.mark.parametrize("codec", ["topk", "int8"])
+def test_what_fails_on_one_shard_fails_on_all_in_the_same_pass(codec: str) -> None:
+    told = run(one_shard_fails, 4, codec)
+    assert [[step for step, _ in texts] for texts in told] == [[2]] * 4
+    assert "planted error, number 4711" in told[0][0][1]
+    assert "payload of rank 0" in told[2][0][1]
+    assert all("another shard of this node has failed" in told[rank][0][1] for rank in (1, 3))
+
+
 # ---- the reduce-scatter
 
 
@@ -475,12 +888,7 @@ def refused(rank: int, world: int, case: str) -> str:
             sidcomp.fsdp.compress(sharded(mesh), state)
         if case == "optimizer in backward":
             model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-        if case == "unused":
-            model[0].bias.requires_grad_(False)
         backward(model, rank, 0)
-        if case == "later unused":
-            x = torch.zeros(4, 40, requires_grad=True)
-            model[2](x).sum().backward()
         if case == "closed":
             state.close()
             backward(model, rank, 1)
@@ -503,8 +911,6 @@ FP16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
         ("fp16", "bfloat16 or float32"),
         ("one state, two models", "a State of its own"),
         ("optimizer in backward", "step after it"),
-        ("unused", "set_reduce_scatter_unused_params"),
-        ("later unused", "has none now"),
         ("closed", "closed"),
     ],
 )

@@ -190,6 +190,7 @@ class Controller:
         self._plain: list[Iteration] = []  # the last steps of plain DDP before the search
         self._recorder: measurement.Recorder | None = None
         self._disturbed = True
+        self._given_up = False  # passes differ in what they bring
         self._layout: Callable[[], Layout | None] = lambda: None  # weak: the script keeps this object alive
         self._mark = self._entered = 0
         self._spent = self._counted = 0  # ns of the search; its steps that were counted before
@@ -218,6 +219,8 @@ class Controller:
             self._p = None
 
     def _between(self, p: Engine) -> Regime:
+        if self._given_up:
+            return self._order.regime
         clean = not self._disturbed and p.layout is self._layout()
         if p.regime.flush:
             lost = max(self._agree([int(not p.counts())]))  # the flush did not count: repeat it
@@ -248,6 +251,26 @@ class Controller:
         self._mark = perf_counter_ns()
         if self.report.stage not in (*FOUND, COMPARING):
             self._spent += self._mark - self._entered
+
+    def give_up(self, p: Engine, why: str) -> None:
+        """Keeps the plan that was found, or the baseline. Residuals that have no place in it stay in dense
+        groups that send them, because nobody knows when each parameter comes again."""
+        if self._given_up:
+            return
+        self._given_up, self._p = True, p
+        self._record(None)
+        regime = self._kept or self.base
+        assert p.layout is not None
+        behind = not self.settings.momentum and measurement.leaves_behind(p.layout, p.unassigned, regime)
+        self._order = Order(replace(regime, flush=behind))
+        self._kept, self._replaying = regime, False
+        self.report.stage, self.report.why = SETTLED, why
+        text = f"{self._what} plans no longer, because {why}: it continues with {self._called(regime)}"
+        self._say(text)
+        if regime == PLAIN:
+            text += ", uncompressed. A codec that you name compresses such a model"
+        notices.say(text, p.speaker)
+        self._p = None
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
@@ -969,7 +992,7 @@ class Controller:
         assert self._p is not None and self._p.layout is not None
         e = self._journal.entries[0]
         profile = Profile.of(e["profile"])
-        names = {x.name for x in measurement.planned(self._p.layout, self.settings)}
+        names = {x.name for x in measurement.planned(self._p.layout)}
         reason = "DDP has formed other buckets" if e["of"] != of else None
         if {t["name"] for t in profile.tensors} != names:
             reason = "it belongs to other parameters"

@@ -135,11 +135,9 @@ def _pieces(layout: Layout) -> list[Piece]:
     return sorted((x for g in layout.groups for x in g.spec.pieces), key=lambda x: (x.bucket, x.offset))
 
 
-def planned(layout: Layout, settings: Settings) -> list[Piece]:
+def planned(layout: Layout) -> list[Piece]:
     """The parameters that plans include: those with elements that are not excluded."""
-    pieces = _pieces(layout)
-    left_out = settings.policy.excluded({x.name: x.shape for x in pieces})
-    return [x for x in pieces if x.name not in left_out]
+    return [x for x in _pieces(layout) if x.name not in layout.excluded]
 
 
 def identity(buckets: Sequence[Bucket], exchange: Exchange) -> dict[str, Any]:
@@ -211,7 +209,7 @@ def profile(
             "ready_ps": _PS * min(ready[of_param[x.name]], buckets[x.bucket]),
             "kind": f"{x.dtype} {x.device}",
         }
-        for x in planned(layout, settings)
+        for x in planned(layout)
     ]
     if not tensors:
         raise SetupError("every parameter is excluded, so there is nothing to plan: leave exclude= out")

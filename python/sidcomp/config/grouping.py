@@ -50,7 +50,8 @@ class Regime:
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter and its place: `numel` elements of bucket `bucket`, from element `offset` on."""
+    """One parameter and its place: `numel` elements of bucket `bucket`, from element `offset` on. Pieces of
+    which a step may bring only some differ in `apart`, and share no group."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,6 +61,7 @@ class Piece:
     device: str
     bucket: int
     offset: int
+    apart: int = 0
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -81,6 +83,13 @@ class Spec:
     @property
     def names(self) -> list[str]:
         return [p.name for p in self.pieces]
+
+    def split(self) -> "list[Spec]":
+        """One group for the pieces of each number in `apart`."""
+        parts: dict[int, Spec] = {}
+        for p in self.pieces:
+            parts.setdefault(p.apart, Spec(self.candidate)).pieces.append(p)
+        return list(parts.values())
 
 
 def shorten(names: Sequence[str], limit: int = 4) -> str:
@@ -141,16 +150,41 @@ def form_groups(
     """
     own = own or {}
     if isinstance(regime.rule, list):
-        left = [p for p in pieces if p.name in dense]
-        return _listed(pieces, regime, dense, own) + _runs(left, "bucket", DENSE, dense, {})
+        listed = _listed(pieces, regime, dense, own)
+        return listed + rest(listed, pieces, regime, dense, own)
     candidate = regime.candidates[0]
     return _runs(pieces, regime.rule, candidate, dense, {} if candidate == DENSE else own)
+
+
+def rest(
+    specs: Sequence[Spec],
+    pieces: Sequence[Piece],
+    regime: Regime,
+    dense: set[str],
+    own: Mapping[str, int],
+) -> list[Spec]:
+    """Forms groups, by bucket, of the pieces that are in none of `specs`: those that are excluded, or that
+    trained only after lists of names were made."""
+    there = {name for spec in specs for name in spec.names}
+    candidate = regime.candidates[0]
+    left = [p for p in pieces if p.name not in there]
+    return _runs(left, "bucket", candidate, dense, {} if candidate == DENSE else own)
 
 
 def check_lists(
     lists: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]], dense: set[str]
 ) -> None:
     """Raises SetupError if the lists do not fit the parameters. dense: those that are excluded."""
+    listed = _check_names(lists, shapes, dense)
+    missing = [n for n, shape in shapes.items() if 0 not in shape and n not in listed and n not in dense]
+    if missing:
+        raise SetupError(f"groups: no list names {shorten(missing)}; add them to a list, or exclude them")
+
+
+def _check_names(
+    lists: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]], dense: set[str]
+) -> set[str]:
+    """Raises SetupError if a list names what it cannot. Returns the names in the lists."""
     listed = {name for names in lists for name in names}
     unknown = sorted(listed - shapes.keys())
     if unknown:
@@ -159,9 +193,7 @@ def check_lists(
     both = sorted(listed & dense)
     if both:
         raise SetupError(f"groups and exclude both name {shorten(both)}: remove them from one of the two")
-    missing = [n for n, shape in shapes.items() if 0 not in shape and n not in listed and n not in dense]
-    if missing:
-        raise SetupError(f"groups: no list names {shorten(missing)}; add them to a list, or exclude them")
+    return listed
 
 
 def _even(pieces: Sequence[Piece], dense: set[str], count: int) -> set[str]:
@@ -182,7 +214,8 @@ def _runs(
         if not p.numel:
             continue
         its = DENSE if p.name in dense else own.get(p.name, candidate)
-        chain = (p.dtype, p.device, p.name in dense, its, p.bucket if rule == "bucket" else 0)
+        bucket = p.bucket if rule == "bucket" else 0
+        chain = (p.dtype, p.device, p.apart, p.name in dense, its, bucket)
         _, spec, size = runs.get(chain) or (at, Spec(its), 0)
         spec.pieces.append(p)
         size += p.numel * p.itemsize
@@ -200,7 +233,7 @@ def _listed(pieces: Sequence[Piece], regime: Regime, dense: set[str], own: Mappi
     assert isinstance(lists, list)
     candidates = regime.candidates if len(regime.candidates) == len(lists) else regime.candidates * len(lists)
     by_name = {p.name: p for p in pieces}
-    check_lists(lists, {p.name: p.shape for p in pieces}, dense)
+    _check_names(lists, {p.name: p.shape for p in pieces}, dense)
     specs = []
     for i, names in enumerate(lists):
         candidate = candidates[i] if candidates[i] == DENSE else own.get(names[0], candidates[i])
@@ -215,6 +248,5 @@ def _listed(pieces: Sequence[Piece], regime: Regime, dense: set[str], own: Mappi
             raise SetupError(
                 f"groups: list {i} ({shorten(names)}) mixes {sorted(kinds)}: split it by dtype and device"
             )
-        if spec.pieces:
-            specs.append(spec)
+        specs += spec.split()
     return specs

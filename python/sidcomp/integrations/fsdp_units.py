@@ -29,7 +29,7 @@ def check_torch() -> None:
         )
 
 
-def found(module: torch.nn.Module) -> list["Unit"]:
+def units_of(module: torch.nn.Module) -> list["Unit"]:
     """Returns the parameter groups of the module and of all modules in it. Raises SetupError, if there are
     none, or UnsupportedError."""
     if not isinstance(module, torch.nn.Module):
@@ -44,7 +44,7 @@ def found(module: torch.nn.Module) -> list["Unit"]:
         if len(groups) > 1:
             raise UnsupportedError(
                 "fully_shard(shard_placement_fn=...) with several meshes in one module is not supported: "
-                "call fully_shard once for each mesh"
+                "call fully_shard once for each mesh. All must have the same replicas"
             )
         found += [Unit(state, g, names) for g in groups]
     if not found:
@@ -52,46 +52,74 @@ def found(module: torch.nn.Module) -> list["Unit"]:
     return found
 
 
-def trained(module: torch.nn.Module) -> list["Unit"]:
-    """The same, without those of which no parameter requires a gradient."""
-    units = [u for u in found(module) if u.names]
-    if not units:
-        raise SetupError("fsdp.compress: no parameter of the model requires a gradient")
-    return units
+class Hook:
+    """FSDP's all-reduce hook of a parameter group whose average over replicas `owner` has taken over.
+
+    info: the mesh as FSDP knew it before.
+    """
+
+    def __init__(self, owner: Any, arrive: Callable[[torch.Tensor], None], info: Any) -> None:
+        self.owner, self._arrive, self.info = owner, arrive, info
+
+    def __call__(self, buffer: torch.Tensor) -> None:
+        self._arrive(buffer)
 
 
 class Unit:
     """One of FSDP's parameter groups: what one reduce-scatter carries. Of each parameter it holds this rank's
-    shard, padded to the size that all shards have."""
+    shard, padded to the size that all shards have.
+
+    owner   who has taken over its average, or None
+    coming  the indices of the parameters whose gradients the reduce-scatter in progress carries
+    """
 
     def __init__(self, state: Any, group: Any, names: dict[int, str]) -> None:
         self.state, self.group = state, group
-        self.parameters = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        self.parameters = group.fsdp_params
         self.names = [names.get(id(p.sharded_param), "") for p in self.parameters]
         self.shapes = [tuple(p.padded_sharded_param_size) for p in self.parameters]
         self.sizes = [p.padded_sharded_param_size.numel() for p in self.parameters]
-        self.numel = sum(self.sizes)
         self.device: torch.device = group.device
-        self.partial: torch.Tensor | None = None  # gradients of passes without an all-reduce
+        self.coming: tuple[int, ...] = ()
+        self.partial: tuple[tuple[int, ...], torch.Tensor] | None = None  # of passes without an all-reduce
+        hook = group._all_reduce_hook
+        self.owner: Any = hook.owner if isinstance(hook, Hook) else None
+        self._info = hook.info if isinstance(hook, Hook) else group.mesh_info
+
+    @property
+    def trainable(self) -> list[int]:
+        """The indices of the parameters that require a gradient."""
+        return [i for i, p in enumerate(self.parameters) if p.sharded_param.requires_grad]
 
     def label(self) -> str:
-        return shorten(self.names)
+        return shorten([self.names[i] for i in self.trainable] or self.names)
 
     def replicas(self) -> dist.ProcessGroup | None:
         """The ranks that FSDP itself would average over."""
-        info = self.group.mesh_info
-        return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+        return self._info.replicate_process_group if isinstance(self._info, DDPMeshInfo) else None
+
+    def shards(self) -> dist.ProcessGroup | None:
+        """The ranks that share a replica."""
+        return self._info.shard_process_group if isinstance(self._info, FSDPMeshInfo) else None
 
     def place(self) -> tuple[int, int]:
         """The number of this rank's shard, and how many there are."""
-        info = self.group.mesh_info
+        info = self._info
         return (info.shard_mesh_rank, info.shard_mesh_size) if isinstance(info, FSDPMeshInfo) else (0, 1)
 
     def part(self) -> str:
         rank, shards = self.place()
         return f"shard {rank} of {shards}" if shards > 1 else ""
 
+    def dtype(self) -> torch.dtype:
+        """That of a result of the reduce-scatter. Call it after the first forward pass."""
+        p = self.parameters[0]
+        dtype: torch.dtype = self.group._reduce_dtype or p.param_dtype or p.orig_dtype
+        return dtype
+
     def check(self, group: dist.ProcessGroup, given: bool) -> None:
+        """Raises SetupError or UnsupportedError if its average over `group` cannot be taken over. given: the
+        program has named the group."""
         own = self.replicas()
         if given and own is not None:
             raise SetupError(
@@ -107,39 +135,61 @@ class Unit:
             raise UnsupportedError(
                 f"{self.label()} is replicated over other ranks than {ranks}: give all modules the same mesh"
             )
-        if self.group.gradient_divide_factor is not None:
+        if self.group._all_reduce_hook is not None and self.owner is None:
             raise UnsupportedError(
-                "set_gradient_divide_factor is not supported: replicas are averaged; scale the loss instead"
+                f"{self.label()} has an all-reduce hook (set_all_reduce_hook), whose place compress needs: "
+                "leave that call out"
             )
-        if self.group.force_sum_reduction_for_comms:
-            raise UnsupportedError("set_force_sum_reduction_for_comms(True) is not supported: leave it out")
-        if any(p.sharded_param.is_complex() for p in self.parameters):
+        self._check_factors()
+        if any(self.parameters[i].sharded_param.is_complex() for i in self.trainable):
             raise UnsupportedError(
                 f"{self.label()} has complex parameters: keep real and imaginary parts apart"
             )
 
-    def take_over(self, arrive: Callable[[torch.Tensor], None]) -> None:
+    def _check_factors(self) -> None:
+        if self.group.gradient_divide_factor is not None:
+            raise UnsupportedError(
+                "set_gradient_divide_factor is not supported: replicas are averaged; leave that call out, "
+                "and scale the loss instead"
+            )
+        if self.group.force_sum_reduction_for_comms:
+            raise UnsupportedError(
+                "set_force_sum_reduction_for_comms(True) is not supported: leave that call out"
+            )
+
+    def take_over(self, owner: Any, arrive: Callable[[torch.Tensor], None]) -> None:
         """Makes FSDP hand over the result of the reduce-scatter, and not average it over replicas itself."""
-        info = self.group.mesh_info
-        shared = {"mesh": info.mesh, "dp_mesh_dims": info.dp_mesh_dims, "spmd_mesh": info.spmd_mesh}
-        if isinstance(info, DDPMeshInfo):
-            if isinstance(info, FSDPMeshInfo):
-                mine: DataParallelMeshInfo = FSDPMeshInfo(shard_mesh_dim=info.shard_mesh_dim, **shared)
-                mine.reduce_scatter_process_group = info.reduce_scatter_process_group  # type: ignore[attr-defined]
-            else:
-                mine = DataParallelMeshInfo(replicate_mesh_dim=info.replicate_mesh_dim, **shared)
-            self.group.mesh_info = mine
-        self.group._all_reduce_hook = arrive
+        group, info = self.group, self._info
+        if self.owner is None:
+            shared = {"mesh": info.mesh, "dp_mesh_dims": info.dp_mesh_dims, "spmd_mesh": info.spmd_mesh}
+            if isinstance(info, DDPMeshInfo):
+                if isinstance(info, FSDPMeshInfo):
+                    mine: DataParallelMeshInfo = FSDPMeshInfo(shard_mesh_dim=info.shard_mesh_dim, **shared)
+                    mine.reduce_scatter_process_group = info.reduce_scatter_process_group  # type: ignore[attr-defined]
+                else:
+                    mine = DataParallelMeshInfo(replicate_mesh_dim=info.replicate_mesh_dim, **shared)
+                group.mesh_info = mine
+        group._all_reduce_hook = Hook(owner, arrive, info)
+        group.post_backward = self._post_backward
+        self.owner = owner
 
     # ---- in a step
     # ------------------------------------------------------------------------------------------------
 
+    def _post_backward(self, *unused: Any) -> None:
+        """Notes what FSDP is about to reduce, which nobody can see in the result, and lets it do so."""
+        self.coming = tuple(i for i, p in enumerate(self.parameters) if self._comes(p))
+        type(self.group).post_backward(self.group, *unused)
+
+    def _comes(self, p: Any) -> bool:
+        whole = getattr(p, "_unsharded_param", None)
+        if whole is None:
+            return False
+        filled = self.group.reduce_scatter_unused_params and whole.requires_grad
+        return filled or whole.grad is not None or p.unsharded_accumulated_grad is not None
+
     def check_step(self, buffer: torch.Tensor) -> None:
-        if buffer.numel() != self.numel:
-            raise UnsupportedError(
-                f"only some of the parameters {self.label()} had a gradient in this backward pass: call "
-                "set_reduce_scatter_unused_params(True) on the model, or freeze those that are not used"
-            )
+        self._check_factors()
         if buffer.dtype is torch.float16:
             raise UnsupportedError(
                 "MixedPrecisionPolicy(reduce_dtype=torch.float16) is divided again after the average: use "
@@ -147,7 +197,8 @@ class Unit:
             )
 
     def refuse_hooks(self) -> None:
-        if any(getattr(p.sharded_param, "_post_accumulate_grad_hooks", None) for p in self.parameters):
+        hooked = (self.parameters[i].sharded_param for i in self.coming)
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in hooked):
             raise UnsupportedError(
                 f"{self.label()} has hooks that run as soon as a gradient is there (an optimizer in the "
                 "backward pass), but gradients are complete only when backward() returns: step after it"
@@ -156,16 +207,20 @@ class Unit:
     def set_grads_aside(self) -> list[torch.Tensor | None]:
         """Takes the accumulated gradients away, so that FSDP does not add to them what is not averaged
         yet."""
-        kept = [p.sharded_param.grad for p in self.parameters]
-        for p in self.parameters:
-            p.sharded_param.grad = None
+        own = [self.parameters[i].sharded_param for i in self.coming]
+        kept = [p.grad for p in own]
+        for p in own:
+            p.grad = None
         return kept
 
-    def complete(self, buffer: torch.Tensor, kept: Sequence[torch.Tensor | None]) -> None:
+    def complete(
+        self, coming: tuple[int, ...], buffer: torch.Tensor, kept: Sequence[torch.Tensor | None]
+    ) -> None:
         """Puts the averaged shards into the gradients. A gradient that is a view of the buffer has its shard
         already; FSDP copies it where it converts the dtype or moves it to the CPU."""
         offset, start = 0, buffer.untyped_storage().data_ptr()
-        for p, size, before in zip(self.parameters, self.sizes, kept, strict=True):
+        for i, before in zip(coming, kept, strict=True):
+            p = self.parameters[i]
             grad = p.sharded_param.grad
             assert grad is not None
             local = grad._local_tensor
@@ -174,4 +229,4 @@ class Unit:
             if before is not None:
                 before._local_tensor += local  # type: ignore[attr-defined]
                 p.sharded_param.grad = before
-            offset += size
+            offset += self.sizes[i]

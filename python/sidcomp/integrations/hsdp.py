@@ -1,47 +1,103 @@
-"""The door of HSDP and `replicate`: hands the results of FSDP's reduce-scatters to the engine."""
+"""The door of HSDP and `replicate`: hands the results of FSDP's reduce-scatters to the engine.
+
+A pass brings the gradients that it brings: modules may be skipped, frozen and released. So a bucket is not a
+unit (one of FSDP's parameter groups) but a slot of it: parameters whose gradients have always come together.
+Slots go to the engine in one order, the same on all ranks. The slots of the pass before are expected again;
+what comes otherwise waits until the pass ends, when the ranks have compared what each of them has.
+"""
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import SetupError, UnsupportedError
+from sidcomp.config.grouping import shorten
+from sidcomp.errors import RankError, SetupError, SidcompError, UnsupportedError
 from sidcomp.integrations.fsdp_units import Unit
-from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.engine import Model
+from sidcomp.integrations.peers import Peers
+from sidcomp.runtime import forming
+from sidcomp.runtime.bucket import Bucket, no_buffer
+from sidcomp.runtime.engine import UNFINISHED, Model
+from sidcomp.runtime.process_group import TOLD, has_gloo
 from sidcomp.state import State
 
+Future = torch.futures.Future
 
+_ALONE = Peers([], "cpu")
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Parameters of a unit, by their indices, whose gradients have always come together, one after the other.
+    apart: as of a Bucket."""
+
+    unit: int
+    members: tuple[int, ...]
+    apart: int
+
+
+@dataclass(eq=False)
 class _Arrival:
-    """A parameter group whose gradients have come in this backward pass."""
+    """The gradients that a unit's reduce-scatter has brought in this pass. futures: by slot."""
 
-    def __init__(self, unit: Unit, buffer: torch.Tensor, kept: list[torch.Tensor | None]) -> None:
-        self.unit, self.buffer, self.kept = unit, buffer, kept
-        self.averaged = True  # False: it is only collected, for a later pass
-        self.future: torch.futures.Future[torch.Tensor] | None = None
+    index: int
+    coming: tuple[int, ...]
+    buffer: torch.Tensor
+    kept: list[torch.Tensor | None]
+    averaged: bool  # False: it is only collected, for a later pass
+    futures: "dict[int, Future[torch.Tensor]]" = field(default_factory=dict)
+
+
+def _ranks_differ(rank: int, texts: list[str]) -> RankError:
+    """texts: for each rank the number of its step, whether it has groups, and the parameters of which it has
+    gradients."""
+    (here, groups, *mine), (there, others, *its) = (texts[r].splitlines() for r in (0, rank))
+    only = {0: sorted(set(mine) - set(its)), rank: sorted(set(its) - set(mine))}
+    if groups != others:
+        alone = rank if groups else 0
+        differ = f"only rank {alone} has loaded a checkpoint since the pass before"
+        advice = "Load one on every rank, at the same point, or on none"
+    elif here == there:
+        differ = "; ".join(f"only rank {r} has gradients of {shorten(x)}" for r, x in only.items() if x)
+        advice = (
+            "Where ranks use different modules, apply fully_shard to one around them that all ranks use, and "
+            "call set_reduce_scatter_unused_params(True) on the model"
+        )
+    else:
+        differ = f"rank 0 is in step {here}, and rank {rank} in step {there}"
+        advice = "Call backward() equally often on every rank"
+    return forming.rank_error(rank, f"ranks do not agree in a backward pass: {differ}. {advice}")
 
 
 class Door:
-    """Hands the results of FSDP's reduce-scatters to the engine. The model keeps it alive, and with it the
-    State; it does not keep the model alive."""
+    """The model keeps it alive, and with it the State; it does not keep the model alive."""
 
     def __init__(
         self, module: torch.nn.Module, units: list[Unit], group: dist.ProcessGroup, state: State
     ) -> None:
         self._module = weakref.ref(module)
         self.units, self.state, self.engine = units, state, state._engine
+        shards = max(units, key=lambda unit: unit.place()[1]).shards()
         self.model = Model(
             group,
-            {name: shape for u in units for name, shape in zip(u.names, u.shapes, strict=True)},
+            {u.names[i]: u.shapes[i] for u in units for i in u.trainable},
             {id(p): name for name, p in module.named_parameters()},
             units[0].part(),
             "plain HSDP" if units[0].part() else "plain replicate",
         )
-        self._index: dict[int, int] = {}  # a unit's bucket, once their order is known
-        self._arrived: dict[int, _Arrival] = {}
-        self._error: Exception | None = None
-        self._task = -1  # autograd's number of the backward pass in progress
+        self._on_device = units[0].device.type != "cpu"
+        several = shards is not None and shards.size() > 1 and not self._on_device
+        self._peers = Peers([shards], "cpu") if shards is not None and several else _ALONE
+        self._slots: list[_Slot] = []  # a bucket each
+        self._fits: dict[object, list[tuple[int, int, int]] | None] = {}  # what `_slots_of` has found
+        self._expected: list[int] = []  # slots of the pass before
+        self._others_expect: list[int] = []  # the same, on a rank that has not loaded a checkpoint since
+        self._forget()
 
     @property
     def open(self) -> bool:
@@ -53,7 +109,15 @@ class Door:
         return module.register_forward_pre_hook(function)
 
     def reset(self, error: Exception) -> None:
-        self._arrived, self._error = {}, None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._end_of_pass: weakref.ref[partial[None]] | None = None  # of the pass in progress
+        self._averages = False  # it averages something
+        self._error: Exception | None = None
+        self._arrivals: list[_Arrival] = []
+        self._waiting: dict[int, tuple[_Arrival, torch.Tensor]] = {}  # slots that are not the engine's turn
+        self._sent: list[int] = []  # slots that the engine has
 
     # ---- a backward pass
     # ------------------------------------------------------------------------------------------------
@@ -61,11 +125,19 @@ class Door:
     def arrive(self, index: int, buffer: torch.Tensor) -> None:
         """FSDP's all-reduce hook. It does not raise, because that would leave FSDP in the middle of a step;
         the end of the backward pass does."""
-        task = torch._C._current_graph_task_id()
-        if not self._arrived or (task != -1 and task != self._task):
-            self.reset(SetupError("the backward pass before this one did not finish"))
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if self._end_of_pass is not None and self._end_of_pass() is None:
+            self._error = SetupError(UNFINISHED)
+            with suppress(SidcompError):  # which the other ranks raise, if they have finished that pass
+                self._conclude()
+            self._forget()
+        if self._end_of_pass is None:
+            callback = partial(self._finish)  # autograd alone keeps it, and drops it if the pass fails
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+            self._end_of_pass = weakref.ref(callback)
+            if self.engine.layout is None:  # a checkpoint was loaded, or there was no pass yet
+                self._slots, self._expected = [], []
+                self._fits.clear()
+        self._averages |= self.units[index].group.all_reduce_grads
         if self._error is None:
             try:
                 self._take(index, buffer)
@@ -76,67 +148,235 @@ class Door:
         self.state._open()
         unit = self.units[index]
         unit.check_step(buffer)
+        if any(a.index == index for a in self._arrivals):
+            raise UnsupportedError(
+                f"the gradients of {unit.label()} were reduced twice in one backward pass: call backward() "
+                "once for each"
+            )
         if self.engine.tuner is None:  # which records with such hooks when a gradient is there
             unit.refuse_hooks()
-        mine = self._arrived[index] = _Arrival(unit, buffer, unit.set_grads_aside())
-        if not unit.group.all_reduce_grads:  # set_requires_all_reduce(False)
-            unit.partial = buffer.clone() if unit.partial is None else unit.partial.add_(buffer)
-            buffer.zero_()
-            mine.averaged = False
-            return
-        if unit.partial is not None:
-            buffer.add_(unit.partial)
-            unit.partial = None
-        if not self._formed:
-            return  # `_finish` makes the groups, when all parameter groups are known
-        if index not in self._index:
-            raise UnsupportedError(
-                f"{unit.label()} had no gradient in the first backward pass and has one now: freeze what is "
-                "not used, and call fsdp.compress with a new State when that changes"
-            )
-        mine.future = self.engine.ready(self._index[index], buffer)
+        averaged: bool = unit.group.all_reduce_grads  # else set_requires_all_reduce(False)
+        mine = _Arrival(index, unit.coming, buffer, unit.set_grads_aside(), averaged)
+        self._arrivals.append(mine)
+        self._add_partial(unit, buffer, averaged)
+        if averaged and self._slots:
+            self.engine.begin(self._expected)
+            for slot, view in self._views(mine) or ():
+                self._waiting[slot] = mine, view
+            while (at := len(self._sent)) < len(self._expected) and self._expected[at] in self._waiting:
+                self._send(self._expected[at])
 
-    @property
-    def _formed(self) -> bool:
-        return self.engine.layout is not None
+    @staticmethod
+    def _add_partial(unit: Unit, buffer: torch.Tensor, averaged: bool) -> None:
+        """Collects gradients until a pass averages them."""
+        partial = unit.partial
+        if partial is not None and partial[0] != unit.coming:
+            raise UnsupportedError(
+                "passes that are averaged together brought gradients of different parameters of "
+                f"{unit.label()}: call set_reduce_scatter_unused_params(True) on the model"
+            )
+        if averaged:
+            unit.partial = None
+            if partial is not None:
+                buffer.add_(partial[1])
+            return
+        unit.partial = unit.coming, buffer.clone() if partial is None else partial[1].add_(buffer)
+        buffer.zero_()
+
+    def _views(self, a: _Arrival) -> list[tuple[int, torch.Tensor]] | None:
+        """The slots that an arrival brings, each with its part of the buffer; None if it does not consist of
+        slots."""
+        key = a.index, a.coming, a.buffer.dtype
+        if key not in self._fits:
+            self._fits[key] = self._slots_of(*key) if self._slots else None
+        slots = self._fits[key]
+        if slots is None:
+            return None
+        return [(slot, a.buffer[start:end]) for slot, start, end in slots]
+
+    def _slots_of(
+        self, index: int, coming: tuple[int, ...], dtype: torch.dtype
+    ) -> list[tuple[int, int, int]] | None:
+        """The slots of these parameters of a unit, and where each begins and ends in a buffer of them."""
+        assert self.engine.layout is not None
+        sizes, buckets = self.units[index].sizes, self.engine.layout.buckets
+        of = {s.members: i for i, s in enumerate(self._slots) if s.unit == index}
+        found, at, start = [], 0, 0
+        while at < len(coming):
+            members = next((m for m in of if m == coming[at : at + len(m)]), None)
+            if members is None or buckets[of[members]].buffer.dtype is not dtype:
+                return None
+            end = start + sum(sizes[i] for i in members)
+            found.append((of[members], start, end))
+            at, start = at + len(members), end
+        return found
+
+    def _send(self, slot: int) -> None:
+        arrival, view = self._waiting.pop(slot)
+        arrival.futures[slot] = self.engine.ready(slot, view)
+        self._sent.append(slot)
+
+    # ---- its end
+    # ------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """The end of the backward pass: waits, on the CPU here and on a GPU in its stream."""
-        arrived, error = self._arrived, self._error
-        self._arrived, self._error = {}, None
-        averaged = {i: a for i, a in arrived.items() if a.averaged}
-        try:
-            if error is not None:
-                raise error
-            if averaged and not self._formed:
-                self._form(averaged)
-            if averaged and len(averaged) < len(self._index):
-                missing = [self.units[i].label() for i in self._index if i not in averaged]
-                raise UnsupportedError(
-                    f"{missing[0]} had a gradient in the first backward pass and has none now: freeze what "
-                    "is not used, and call fsdp.compress with a new State when that changes"
-                )
-            for a in averaged.values():
-                assert a.future is not None
-                a.future.wait()
-        except Exception as e:
-            self.engine.report(e)
-            self.engine.abandon(e)
-            raise
-        if self.units[0].device.type == "cuda":
+        arrivals = self._arrivals
+        if self._on_device:
             # FSDP converts and accumulates what is not averaged yet in this stream; `complete` comes after.
             torch.cuda.current_stream().wait_stream(self.units[0].group.comm_ctx.all_reduce_stream)
+        try:
+            self._conclude()
+        finally:
+            self._forget()
         with torch.no_grad():
-            for a in arrived.values():
-                a.unit.complete(a.buffer, a.kept)
+            for a in arrivals:
+                self.units[a.index].complete(a.coming, a.buffer, a.kept)
 
-    def _form(self, arrived: dict[int, _Arrival]) -> None:
-        """Makes the groups in the order in which gradients came, and sends them."""
-        buckets = [
-            Bucket(a.unit.names, a.unit.shapes, a.buffer, [p.sharded_param for p in a.unit.parameters])
-            for a in arrived.values()
+    def _conclude(self) -> None:
+        """Averages what has not been averaged yet. If it fails on a rank, it raises on all."""
+        with (self._peers if self._averages else _ALONE).together(self._fail):
+            self._end()
+
+    def _fail(self, error: Exception) -> None:
+        self.engine.report(error)
+        self.engine.abandon(error)
+        if self._sent:  # also where only another shard has failed: the optimizer does not step
+            self.engine.mark_failed()
+
+    def _end(self) -> None:
+        mine = [a for a in self._arrivals if a.averaged]
+        if self._averages and self.state._closed is None:
+            self._compare(mine)
+        if self._error is not None:
+            raise self._error
+        if not mine:
+            return
+        new = [a for a in mine if self._views(a) is None]
+        if self._slots and (new or len(self._sent) + len(self._waiting) < len(self._slots)):
+            self._plan_no_longer()
+        left = self._send_rest()
+        for a in mine:
+            for future in a.futures.values():
+                if not left or future.done():
+                    future.wait()
+        rest = {a: a.coming if a in new else self._left_of(a, left) for a in mine}
+        if any(rest.values()):
+            self._regroup(mine, rest)
+        self._expected = sorted(slot for a in mine for slot, _ in self._views(a) or ())
+        self._others_expect = self._expected
+
+    def _plan_no_longer(self) -> None:
+        if self.engine.tuner is not None:
+            self.engine.tuner.give_up(self.engine, "backward passes do not all bring the same gradients")
+
+    def _compare(self, mine: list[_Arrival]) -> None:
+        """Raises on all ranks if they have gradients of different parameters, or if one cannot continue. On a
+        GPU, where no rank can wait for another one's word, that they have the same is taken for granted."""
+        exchange = self.engine.exchange
+        assert exchange is not None
+        if not has_gloo(exchange.group):
+            return
+
+        try:  # where other ranks may have sent what they expected
+            self.engine.meet_others(self._others_expect)
+        except RankError as e:
+            self._error = self._error or e
+        step = self.engine.step
+        groups = "groups" if self._slots else ""
+
+        def tell() -> str:
+            names = (self.units[a.index].names[i] for a in mine for i in a.coming)
+            return "\n".join([str(step), groups, *names])
+
+        what = f"the end of the backward pass of step {step}"
+        has = repr((step, groups, sorted((a.index, a.coming) for a in mine))).encode()
+        other, _ = forming.differing(exchange, has, tell, self._error, what, "go on with its backward pass")
+        self.engine.count_control(TOLD * exchange.world)
+        if other is not None:
+            raise _ranks_differ(*other)
+
+    def _send_rest(self) -> list[str]:
+        """Sends what has waited for its turn. Returns the parameters that could not be sent, because their
+        groups lack others."""
+        if len(self._sent) == len(self._slots):
+            return []
+        rest = sorted(self._waiting)
+        self.engine.begin([*self._sent, *rest])
+        for slot in rest:
+            self._send(slot)
+        if len(self._sent) == len(self._slots):
+            return []
+        left = self.engine.end_early()
+        if left:
+            self.engine.current.wait()
+        return left
+
+    def _left_of(self, a: _Arrival, left: list[str]) -> tuple[int, ...]:
+        names = self.units[a.index].names
+        return tuple(i for i in a.coming if names[i] in left) if left else ()
+
+    # ---- groups
+    # ------------------------------------------------------------------------------------------------
+
+    def _regroup(self, mine: list[_Arrival], rest: dict[_Arrival, tuple[int, ...]]) -> None:
+        """Makes groups for what has come, together with what came before, and sends `rest`: the parameters
+        of each arrival whose gradients have not been averaged. What comes in a pass and what does not share
+        no group from now on."""
+        status = {(a.index, i): 1 + (i in some) for a, some in rest.items() for i in a.coming}
+        self._slots = self._cut(status)
+        self._fits.clear()
+        known = ((self.units[s.unit], i) for s in self._slots for i in s.members)
+        shapes = {u.names[i]: u.shapes[i] for u, i in known}
+        self.model = replace(self.model, shapes={**self.model.shapes, **shapes})
+        dtypes = {a.index: a.buffer.dtype for a in mine}
+        self.engine.form(self.model, [self._bucket(slot, dtypes) for slot in self._slots])
+        due = [
+            (slot, a, view)
+            for a, some in rest.items()
+            for slot, view in self._views(a) or ()
+            if self._slots[slot].members[0] in some
         ]
-        self.engine.form(self.model, buckets)
-        self._index = {i: bucket for bucket, i in enumerate(arrived)}
-        for i, a in arrived.items():
-            a.future = self.engine.ready(self._index[i], a.buffer)
+        due.sort(key=lambda one: one[0])
+        if len(due) < len(self._slots):
+            self._plan_no_longer()
+        self._sent = [slot for slot, _, _ in due]
+        self.engine.begin(self._sent)
+        futures = [self.engine.ready(slot, view) for slot, _, view in due]
+        if len(due) < len(self._slots):
+            left = self.engine.end_early()
+            assert not left
+        for future in futures:
+            future.wait()
+
+    def _cut(self, status: dict[tuple[int, int], int]) -> list[_Slot]:
+        """Cuts the units into slots. status: what has become of each parameter, as (unit, index), in this
+        pass. Those of one slot, and of one group, have the same history."""
+        former = {(s.unit, i): s.apart for s in self._slots for i in s.members}
+        known = list(dict.fromkeys([*former, *status, *self._saved()]))
+        numbers: dict[tuple[int, int], int] = {}
+        apart = {
+            key: numbers.setdefault((former.get(key, -1), status.get(key, 0)), len(numbers)) for key in known
+        }
+        runs = [list(run) for _, run in groupby(sorted(known), key=lambda key: (key[0], apart[key]))]
+        place = {key: n for n, key in enumerate(known)}
+        runs.sort(key=lambda run: place[run[0]])
+        return [_Slot(run[0][0], tuple(i for _, i in run), apart[run[0]]) for run in runs]
+
+    def _saved(self) -> list[tuple[int, int]]:
+        """The parameters of a checkpoint that waits for its groups."""
+        resume = self.engine.resume
+        if resume is None:
+            return []
+        names = {*resume.residuals, *(name for g in resume.layout for name in g["names"])}
+        return [(u, i) for u, unit in enumerate(self.units) for i, n in enumerate(unit.names) if n in names]
+
+    def _bucket(self, slot: _Slot, dtypes: dict[int, torch.dtype]) -> Bucket:
+        """dtypes: of the buffers that have come, by unit."""
+        unit, own = self.units[slot.unit], slot.members
+        buffer = no_buffer(
+            sum(unit.sizes[i] for i in own), dtypes.get(slot.unit) or unit.dtype(), unit.device
+        )
+        parameters = [unit.parameters[i].sharded_param for i in own]
+        names, shapes = [unit.names[i] for i in own], [unit.shapes[i] for i in own]
+        return Bucket(names, shapes, buffer, parameters, slot.apart)

@@ -205,7 +205,8 @@ class Program:
         if self.loaded and self.pieces is not None:  # its groups may span buckets
             self.state._engine.abandon(SetupError(UNFINISHED))
         else:
-            self.state._engine.end_early()
+            left = self.state._engine.end_early()
+            assert not left  # a group never spans two calls
 
     def likeness(self, places: Sequence[Place], origins: Sequence[Origin | None]) -> Likeness:
         return min(map(self._likeness, self.places, places, self.origins, origins))

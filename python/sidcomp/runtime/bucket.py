@@ -46,6 +46,12 @@ def failed(error: Exception) -> "Future[torch.Tensor]":
     return future
 
 
+def no_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns what takes the place of the buffer of a bucket that has not come, or whose step is over: only
+    its size, dtype and device count."""
+    return torch.empty(1, dtype=dtype, device=device).expand(numel)
+
+
 class Bucket:
     """Named gradients, one after the other in a flat `buffer`.
 
@@ -53,11 +59,13 @@ class Bucket:
     parameters      the parameters themselves, from which `auto` records when each gradient is ready; empty if
                     the door does not know them
     ptr             the address of the buffer in this step; None before the first step, and after `let_go`
+    apart           buckets of which a step may bring only some differ in this number: they share no group
     """
 
     __slots__ = (
         "_label",
         "_lock",
+        "apart",
         "arrived",
         "arrived_at",
         "buffer",
@@ -76,7 +84,9 @@ class Bucket:
         shapes: Sequence[Sequence[int]],
         buffer: torch.Tensor,
         parameters: Sequence[torch.Tensor] = (),
+        apart: int = 0,
     ) -> None:
+        self.apart = apart
         self.names = tuple(names)
         self.shapes = tuple(tuple(shape) for shape in shapes)
         self.parameters = tuple(parameters)
@@ -92,7 +102,7 @@ class Bucket:
 
     def again(self) -> "Bucket":
         """Returns the same bucket for another layout."""
-        return Bucket(self.names, self.shapes, self.buffer, self.parameters)
+        return Bucket(self.names, self.shapes, self.buffer, self.parameters, self.apart)
 
     def fits(self, buffer: torch.Tensor) -> bool:
         """Whether `buffer` has this bucket's size, dtype and device. Its address does not matter."""
@@ -115,10 +125,7 @@ class Bucket:
     def let_go(self) -> None:
         """Drops the buffer of a step that is over, so that its memory can be freed. The next step has another
         one."""
-        # Only the size of this one counts.
-        self.buffer = torch.empty(1, dtype=self.buffer.dtype, device=self.buffer.device).expand(
-            self.buffer.numel()
-        )
+        self.buffer = no_buffer(self.buffer.numel(), self.buffer.dtype, self.buffer.device)
         self.ptr = None
         self.future = torch.futures.Future()
 

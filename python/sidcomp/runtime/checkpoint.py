@@ -58,10 +58,9 @@ def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
         if g.plan.vectors:
             parts = torch.split(residual_of(g), [p.numel for p in g.spec.pieces], dim=1)
             how = (g.message_plan.choice.local, g.message_plan.common) if g.in_messages else (1, False)
-            kept.update(
-                (p.name, Kept(part.clone(), *how, rates.rate(p.name) if rates is not None else None))
-                for p, part in zip(g.spec.pieces, parts, strict=True)
-            )
+            for p, part in zip(g.spec.pieces, parts, strict=True):
+                rate = rates.rate(p.name) if rates is not None else None
+                kept[p.name] = _at_rate(g, Kept(part.clone(), *how, rate), g.stage.left)
     return kept
 
 
@@ -188,6 +187,7 @@ class Resume:
         """Puts the saved memories into new groups, in units of the current rates. If something fails, it
         raises only after the ranks that wait for this one have its part; the groups must not be used then."""
         failure: Exception | None = None
+        saved = {tuple(x["names"]): x for x in self.layout}
         for g in layout.groups:
             if g.direct:
                 continue
@@ -203,20 +203,20 @@ class Resume:
                     first = exchange.rank // local * local
                     values = exchange.sum_among(list(range(first, first + local)), values)
             try:
-                self._put(g, values)
+                self._put(g, values, saved.get(tuple(g.names)))
             except Exception as e:
                 failure = failure or e
         if failure is not None:
             raise failure
 
-    def _put(self, g: Group, values: torch.Tensor | None) -> None:
-        """Fills a group's state. values: the contents of its memory, if there are any."""
+    def _put(self, g: Group, values: torch.Tensor | None, old: dict[str, Any] | None) -> None:
+        """Fills a group's state. values: the contents of its memory, if there are any. old: the saved group
+        of the same parameters."""
         if values is not None:
             with g.host_state(write=True) as state:
                 g.plan.residual_in(state, _place(g, values))
-        old = self.layout[g.index] if g.index < len(self.layout) else None
         if (
-            self.same_codec and old is not None and old["names"] == g.names
+            self.same_codec and old is not None
             and candidate_of(old) == g.spec.candidate and len(old["header"])
         ):  # fmt: skip
             header, places = old["header"].to(g.device), _headers(g)

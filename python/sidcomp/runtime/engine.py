@@ -107,6 +107,9 @@ class Tuner(Protocol):
     def begin(self, engine: "Engine") -> None:
         """Called after the groups of the next step have been made."""
 
+    def give_up(self, engine: "Engine", why: str) -> None:
+        """Searches no longer, because steps differ in what they bring: keeps what it has found."""
+
     def saved(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
 
@@ -160,8 +163,11 @@ class Engine:
         self._mark: tuple[int, dict[Key, float]] = (0, {})
         self._deferred = False  # the groups of this step wait for its last bucket
         self._timed = False  # and a tuner times backward() alone
+        self._open = False  # a step has begun, and has not ended
+        self._comparing = False  # its first bucket compares the checksums of the step before
+        self._coming: Sequence[int] | None = None  # the buckets that every rank passes in it; None: all
         self._arrived = 0  # buckets of this step that have arrived
-        self._posted = 0  # groups of this step that have been launched
+        self._posted: list[Group] = []  # groups of this step that have been launched
         self._unable: Exception | None = None  # why this rank cannot encode in this step
         self.announced = False  # the line that says what is compressed was printed
         self._growing = 0  # steps of the present groups, up to STEPS: is a memory growing too fast?
@@ -282,9 +288,11 @@ class Engine:
         at: where the door is in its run; must be the same on all ranks, which compare it.
         """
         self.quiet()
-        if self._replaced is not None:
-            self._meet_others(self._replaced)
+        if self._stays:  # else all ranks make groups here anyway, and compare how far they are
+            self.meet_others()
         self._refuse = refuse
+        if self._model is not None and self._model.shapes != model.shapes:
+            self._kept_groups = []  # the checkpoint's are numbered by the rules for the former parameters
         self._make(model, buckets, at)
         self._fresh, self._stays = True, settled
         self.settled = settled or bool(self._kept_groups)
@@ -301,6 +309,23 @@ class Engine:
         """The buckets of the layout have come again: there will be no other ones."""
         self.settled = True
 
+    def begin(self, coming: Sequence[int] | None = None) -> None:
+        """Begins a step, unless one has begun. `ready` does so too; a door calls this first if it may end the
+        step early, or if another bucket may come first on another rank. All ranks call it at the same point.
+
+        coming: the indices of the buckets that every rank expects, in their order; None: all. Raises an error
+        that makes the step impossible; then call `abandon`.
+        """
+        self._coming = coming
+        if self._open:
+            return
+        assert self.executor is not None
+        self._between()
+        self._comparing = self._begin()
+        if error := self.executor.compared(self.step - 2):
+            raise error
+        self._open = True
+
     def ready(
         self, index: int, buffer: torch.Tensor, future: "Future[torch.Tensor] | None" = None
     ) -> "Future[torch.Tensor]":
@@ -311,12 +336,8 @@ class Engine:
         Raises an error that makes the step impossible; then call `abandon`. Later errors fail the futures.
         """
         assert self.layout is not None and self.executor is not None and self._model is not None
-        compare = False
-        if self._arrived == 0:
-            self._between()
-            compare = self._begin()
-            if error := self.executor.compared(self.step - 2):
-                raise error
+        if not self._open:
+            self.begin()
         bucket = self.layout.buckets[index]
         mine = self.layout.groups_of[id(bucket)]
         future = self.executor.future() if future is None else future
@@ -324,16 +345,15 @@ class Engine:
             for group in mine:
                 group.place()
         bucket.arrived_at = perf_counter_ns()
-        if compare:
+        if self._comparing:
             assert self._check is not None
+            self._comparing = False
             self.control += self._check.all_ranks.numel()
             self.executor.compare(bucket, self.step - 2)
         self._arrived += 1
         last = self._arrived == len(self.layout.buckets)
         if last:
-            self._arrived = 0
-            for b in self.layout.buckets:
-                b.arrived = False
+            self._end()
         if not bucket.remaining:
             bucket.complete_empty()
         ready = []
@@ -356,6 +376,12 @@ class Engine:
             self.current.ended_at = perf_counter_ns()
         return future
 
+    def _end(self) -> None:
+        """No further bucket comes in this step."""
+        self._open, self._arrived = False, 0
+        for b in self.layout.buckets if self.layout is not None else ():
+            b.arrived = False
+
     def _limit(self) -> float:
         """The largest norm of a rank's gradient, in the unit of the loss scale, if there is one."""
         assert self.exchange is not None
@@ -364,7 +390,8 @@ class Engine:
 
     def _launch(self, g: Group, unable: Exception | None, withdrawn: bool = False) -> None:
         assert self.executor is not None
-        self._posted += 1
+        self._posted.append(g)
+        g.stage.launched = True
         self.executor.launch(g, unable, withdrawn)
 
     def abandon(self, error: Exception, telling: bool = True) -> list[int]:
@@ -372,30 +399,36 @@ class Engine:
         had arrived. telling: tell the other ranks, which wait for this rank's payloads."""
         buckets = self.layout.buckets if self.layout is not None else []
         arrived = [i for i, b in enumerate(buckets) if b.arrived]
-        if self._arrived and telling:
+        begun = self._open
+        if begun and telling:
             self._withdraw(error)
         for i in arrived:
             buckets[i].fail(error)
-            buckets[i].arrived = False
+        self._end()
         for g in self.groups:
             g.missing = len(g.buckets)
-        self._arrived = 0
-        if arrived:
+        if begun:
             self.mark_failed()
             if self.executor is not None:
                 with suppress(RuntimeError):  # of a device that is lost; `error` says what happened
                     self.executor.lead()
         return arrived
 
-    def end_early(self) -> None:
+    def end_early(self) -> list[str]:
         """Ends a step whose remaining buckets do not come on any rank. Groups that have been sent stay sent;
-        the others keep their memory. A group must not be in several buckets of which some have come."""
-        assert self.layout is not None
-        self._arrived, self._stays = 0, False
-        for b in self.layout.buckets:
-            b.arrived = False
-        for g in self.groups:
-            assert g.missing == len(g.buckets)
+        the others keep their memory. Returns the parameters that have come although their groups, of which
+        other buckets did not come, could not be sent: their gradients are as they came."""
+        assert self.layout is not None and self.executor is not None
+        sent = set(map(id, self._posted))
+        here = [b.arrived for b in self.layout.buckets]
+        left = [g for g in self.groups if id(g) not in sent and any(here[p.bucket] for p in g.spec.pieces)]
+        begun, self._stays = self._open, False
+        self._end()
+        for g in left:
+            g.missing = len(g.buckets)
+        if begun:
+            self.executor.launched(self._posted, not self.rollback)
+        return [p.name for g in left for p in g.spec.pieces if here[p.bucket]]
 
     def let_go(self) -> None:
         """Drops the buffers of the last step, if the door's buffers do not stay where they are. They are
@@ -414,10 +447,10 @@ class Engine:
         """Sends an error in place of every group that has not been sent. So the other ranks fail too, and all
         ranks begin the next step at the same place."""
         if not self.on_device and self.layout is not None:
-            last = [
-                g for b in self.layout.buckets for g in self.layout.groups_of[id(b)] if g.buckets[-1] is b
-            ]
-            for g in (self.layout.groups if self._deferred else last)[self._posted :]:
+            own = self.layout.buckets
+            coming = own if self._coming is None else [own[i] for i in self._coming]
+            due = self.layout.groups if self._deferred else self.layout.completed_by(coming)
+            for g in due[len(self._posted) :]:
                 self._launch(g, error, withdrawn=True)
 
     def count_control(self, nbytes: int) -> None:
@@ -460,14 +493,19 @@ class Engine:
         assert self.layout is not None and self._model is not None
         self._make(self._model, [b.again() for b in self.layout.buckets])
 
-    def _meet_others(self, replaced: dict[str, Any]) -> None:
-        """Takes part, with an error, in the step that a rank begins here which has loaded no checkpoint, as
+    def meet_others(self, coming: Sequence[int] | None = None) -> None:
+        """Takes part, with an error, in the step that a rank begins here which has loaded no checkpoint, if
         this one has: each would wait for the other. Raises RankError if there is such a rank. If all have
-        loaded one, this costs the bytes of a step, which count as control bytes."""
-        exchange, executor, self._replaced = self.exchange, self.executor, None
+        loaded one, this costs the bytes of a step, which count as control bytes.
+
+        coming: as `begin` had it there.
+        """
+        replaced, self._replaced = self._replaced, None
+        if replaced is None:
+            return
+        exchange, executor = self.exchange, self.executor
         assert exchange is not None and executor is not None
-        # Where the buckets change anyway, all ranks make groups here, and compare how far they are.
-        if executor.on_device or exchange.world == 1 or exchange.rejoins or not self._stays:
+        if executor.on_device or exchange.world == 1 or exchange.rejoins:
             return
         since = f" of step {self.step} since its last step"
         advice = "load one on all ranks, at the same point, or on none"
@@ -481,7 +519,7 @@ class Engine:
                 first.open(first.buffer, executor.future(), 0)
                 executor.compare(first, self.step - 1)
             self._turn()
-            self._posted = 0
+            self._posted, self._coming = [], coming
             self._deferred = self.settings.clip_gradient > 0 or (
                 self.tuner is not None and self.tuner.deferred
             )
@@ -492,7 +530,7 @@ class Engine:
                 self.current.wait()
                 self.control += self.current.received - counted
             told = f"{type(mine).__name__}: {_RELOADED}"  # a small payload has room for less
-            reasons = [(r, why) for g in self.groups for r, why in enumerate(g.stage.reasons)]
+            reasons = [(r, why) for g in self._posted for r, why in enumerate(g.stage.reasons)]
             absent = sorted({r for r, why in reasons if not why or not told.startswith(why[: len(told)])})
         finally:
             replaced = self._exchange_for(now)
@@ -536,6 +574,7 @@ class Engine:
                 self.resume.check(model.shapes)
             layout = forming.make_layout(
                 self.settings,
+                model.shapes,
                 self.regime,
                 self._kept_groups,
                 list(buckets),
@@ -648,6 +687,7 @@ class Engine:
         if self.watch is None or self.watch.over or not self._revocable:
             self._mark = self.step, dict(self.rates.last) if self.rates is not None else {}
             for g in self.layout.groups:
+                g.stage.mark()
                 if not g.direct:
                     g.states.moved = False
         self._revocable, self.lost = True, False
@@ -662,7 +702,7 @@ class Engine:
         self._turn()
         self.current.number += 1
         self.current.begun += 1
-        self._posted, self._unable, factors = 0, None, {}
+        self._posted, self._unable, factors = [], None, {}
         try:
             factors = self.rates.advance() if self.rates is not None else {}
         except Exception as e:
@@ -709,7 +749,7 @@ class Engine:
         self.current.wait()
         if self._revocable:
             if self.rollback and self.executor is not None:
-                self.current.nonfinite, self.current.failed = self.executor.outcome(self.groups)
+                self.current.nonfinite, self.current.failed = self.executor.outcome(self._posted)
             bad = self.current.nonfinite or self.current.failed
             if bad or (self.watch is not None and self.watch.skipped):
                 self.throw_away()
@@ -731,6 +771,8 @@ class Engine:
         if self.rollback:
             if self.rates is not None:
                 self.rates.last = rates
+                for g in self.groups:
+                    g.stage.go_back()
             if not self.current.failed:  # which may be so on some ranks only
                 self.current.number = number
 
@@ -788,7 +830,7 @@ class Engine:
         next step reports that. Waits for the device. Call it after quiet()."""
         if self.on_device and self.layout is not None:
             assert self.executor is not None
-            self.lost = self.lost or any(self.executor.outcome(self.groups))
+            self.lost = self.lost or any(self.executor.outcome(self._posted))
         return not self.lost
 
     # ---- checkpoints

@@ -9,7 +9,7 @@ import torch
 
 from sidcomp import core as _core
 from sidcomp.config.exchange_choice import MessagePlan
-from sidcomp.config.grouping import Piece, Regime, form_groups, shorten
+from sidcomp.config.grouping import Piece, Regime, form_groups, rest, shorten
 from sidcomp.config.settings import Settings
 from sidcomp.errors import RankError, UnsupportedError
 from sidcomp.runtime import checkpoint
@@ -38,19 +38,17 @@ def agreed(
         layout = make()
         text = "\n".join([header, *(f"group {g.index}: {g.describe()}" for g in layout.groups)])
     except Exception as e:
-        failure, text = e, f"{type(e).__name__}: {e}"
-    digest = hashlib.sha256(text.encode()).digest() if failure is None else _FAILED
-    told = exchange.tell_all(digest + bytes([keeps]), what)
-    digests = [one[:-1] for one in told]
-    if layout is not None and len(set(digests)) == 1:
-        return layout, any(one[-1] for one in told)
+        failure = e
     origin = "no checkpoint" if loaded is None else f"a checkpoint of step {loaded}"
-    parts = [one.partition("\n") for one in _texts(exchange, f"{origin}\n{text}", what, failure)]
-    origins, texts = [one[0] for one in parts], [one[2] for one in parts]
-    if _FAILED in digests:
-        raise _failed(digests.index(_FAILED), "form its groups", texts)
-    rank = next(r for r, d in enumerate(digests) if d != digests[0])
-    lines = [texts[r].splitlines() for r in (0, rank)]
+    other, anyone_keeps = differing(
+        exchange, text.encode(), lambda: f"{origin}\n{text}", failure, what, "form its groups", keeps
+    )
+    if other is None:
+        assert layout is not None
+        return layout, anyone_keeps
+    rank, told = other
+    parts = [one.partition("\n") for one in told]
+    origins, lines = [one[0] for one in parts], [parts[r][2].splitlines() for r in (0, rank)]
     at = next((i for i, (a, b) in enumerate(zip(*lines, strict=False)) if a != b), min(map(len, lines)))
     here, there = (x[at] if at < len(x) else "nothing more" for x in lines)
     cause = "model, sidcomp.State and checkpoint must be the same on every rank"
@@ -59,7 +57,35 @@ def agreed(
             f"rank 0 has loaded {origins[0]}, rank {rank} {origins[rank]}: load those of one step on every "
             "rank, at the same point, or none"
         )
-    raise _differs(rank, f"ranks do not agree: rank 0 has [{here}], rank {rank} has [{there}]; {cause}")
+    raise rank_error(rank, f"ranks do not agree: rank 0 has [{here}], rank {rank} has [{there}]; {cause}")
+
+
+def differing(
+    exchange: Exchange,
+    mine: bytes,
+    tell: Callable[[], str],
+    failure: Exception | None,
+    what: str,
+    doing: str,
+    flag: bool = False,
+) -> tuple[tuple[int, list[str]] | None, bool]:
+    """Returns None if all ranks pass the same bytes, otherwise the first rank that differs from rank 0, and
+    the texts of all ranks; and whether any rank has set its flag. Raises on all ranks if one has failed. All
+    ranks must call it.
+
+    tell: returns this rank's text. what: the point in the program, and doing: what a rank does there, for
+    errors.
+    """
+    digest = hashlib.sha256(mine).digest() if failure is None else _FAILED
+    told = exchange.tell_all(digest + bytes([flag]), what)
+    digests = [one[:-1] for one in told]
+    if failure is None and len(set(digests)) == 1:
+        return None, any(one[-1] for one in told)
+    text = tell() if failure is None else f"{type(failure).__name__}: {failure}"
+    texts = _texts(exchange, text, what, failure)
+    if _FAILED in digests:
+        raise _failed(digests.index(_FAILED), doing, texts)
+    return (next(r for r, d in enumerate(digests) if d != digests[0]), texts), False
 
 
 def together(exchange: Exchange, do: Callable[[], None], what: str) -> None:
@@ -85,11 +111,12 @@ def _texts(exchange: Exchange, text: str, what: str, failure: Exception | None) 
             raise failure
 
 
-def _failed(rank: int, what: str, texts: Sequence[str]) -> RankError:
-    return _differs(rank, f"rank {rank} could not {what}: {texts[rank]}")
+def _failed(rank: int, doing: str, texts: Sequence[str]) -> RankError:
+    return rank_error(rank, f"rank {rank} could not {doing}: {texts[rank]}")
 
 
-def _differs(rank: int, text: str) -> RankError:
+def rank_error(rank: int, text: str) -> RankError:
+    """Returns an error that names the rank at fault."""
     error = RankError(text)
     error.rank = rank
     return error
@@ -97,6 +124,7 @@ def _differs(rank: int, text: str) -> RankError:
 
 def make_layout(
     settings: Settings,
+    shapes: dict[str, tuple[int, ...]],
     regime: Regime,
     kept_groups: Sequence[dict[str, Any]],
     buckets: list[Bucket],
@@ -105,15 +133,18 @@ def make_layout(
     step: int,
     twice: bool,
 ) -> Layout:
-    """Makes the groups. kept_groups: those of a checkpoint, used instead of the settings' rule. step: the
-    next iteration. twice: groups have two states."""
+    """Makes the groups. shapes: those of the model, which rules are about. kept_groups: those of a
+    checkpoint, used instead of the settings' rule. step: the next iteration. twice: groups have two
+    states."""
     pieces = [p for i, bucket in enumerate(buckets) for p in _pieces(i, bucket)]
-    shapes = {p.name: p.shape for p in pieces}
-    own = settings.assign(shapes)
+    shapes = {**shapes, **{p.name: p.shape for p in pieces}}
+    own, dense = settings.assign(shapes), settings.policy.excluded(shapes)
     if kept_groups:
-        specs = checkpoint.specs(kept_groups, pieces, len(settings.candidates) + len(settings.made))
+        kept = checkpoint.specs(kept_groups, pieces, len(settings.candidates) + len(settings.made))
+        specs = [part for spec in kept for part in spec.split()]
+        specs += rest(specs, pieces, regime, dense, own)
     else:
-        specs = form_groups(pieces, regime, settings.policy.excluded(shapes), own)
+        specs = form_groups(pieces, regime, dense, own)
     plans = [
         settings.plan(
             sum(p.numel for p in spec.pieces),
@@ -149,7 +180,7 @@ def make_layout(
                 )
             full = settings.full_plan(group.n, group.dtype, group.spec.candidate)
             executor.prepare_full(group, full)
-    return Layout(buckets, groups)
+    return Layout(buckets, groups, dense)
 
 
 def _pieces(index: int, bucket: Bucket) -> list[Piece]:
@@ -165,7 +196,7 @@ def _pieces(index: int, bucket: Bucket) -> list[Piece]:
     kind = (DTYPES[buffer.dtype], buffer.element_size(), str(buffer.device))
     for name, shape in zip(bucket.names, bucket.shapes, strict=True):
         numel = prod(shape)
-        out.append(Piece(name, shape, numel, *kind, bucket=index, offset=offset))
+        out.append(Piece(name, shape, numel, *kind, index, offset, bucket.apart))
         offset += numel
     if offset != buffer.numel():
         raise UnsupportedError(

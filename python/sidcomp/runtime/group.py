@@ -91,6 +91,8 @@ class Stage:
     """A group's progress in the current step. Times are in ns of the host's clock."""
 
     carry: float = 1.0  # multiplies the residual before the gradient is added
+    marked: float = 1.0  # what a step that was not sent has left of it, where `go_back` returns to
+    launched: bool = False  # it was encoded, or an error was sent in its place
     moment: Moment = _NEVER
     sent: bool = False  # it was encoded, and its memory has changed
     undone: bool = False  # it was not finite or failed, and has removed its gradient from the memory
@@ -103,9 +105,23 @@ class Stage:
     arrived_at: int = 0  # end of the exchange
     decoded_at: int = 0
 
-    def begin(self, carry: float) -> None:
-        self.sent = self.undone = False
-        self.carry = carry
+    def begin(self, factor: float) -> None:
+        """Begins a step, for which the residual is multiplied by `factor`. A group that a step does not send
+        is multiplied when it is sent again."""
+        self.carry = self.left * factor
+        self.sent = self.undone = self.launched = False
+
+    @property
+    def left(self) -> float:
+        """By what the residual has not been multiplied yet."""
+        return 1.0 if self.launched else self.carry
+
+    def mark(self) -> None:
+        self.marked = self.left
+
+    def go_back(self) -> None:
+        """Undoes the steps since `mark`."""
+        self.carry, self.launched = self.marked, False
 
 
 @dataclass
