@@ -49,7 +49,9 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
 
     Every rank calls it at the same point, before the first backward pass: the ranks wait for each other. In
     the first backward pass nothing overlaps, because the order of the parameter groups is not known yet. A
-    pass may skip modules, and parameters may be frozen and released at any time, alike on all ranks.
+    pass may skip modules, and parameters may be frozen and released at any time, alike on all ranks. With
+    another State, a second call replaces the first one's State, which it closes: what that had not sent is
+    then in its last state_dict() only.
 
     Gradients are complete when backward() returns. They may be accumulated: by several backward passes,
     `set_requires_gradient_sync`, `set_requires_all_reduce` and `set_is_last_backward`. Mixed precision works
@@ -86,9 +88,14 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
         unit.check(group, given=replicas is not None)
     if state._door is not None and state._door.open:
         raise SetupError("this State serves a model already: give every model a State of its own")
+    former = {id(unit.owner): unit.owner for unit in units if unit.owner is not None}.values()
+    for owner in former:
+        owner.check_successor(units)
     door = Door(module, units, group, state)
     state._attach(door, roles(module))
     state._engine.connect(door.model, units[0].device, "sidcomp.fsdp.compress()")
+    for owner in former:
+        owner.retire()
     for index, unit in enumerate(units):
         unit.take_over(door, partial(door.arrive, index))
 

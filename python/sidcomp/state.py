@@ -377,7 +377,10 @@ class State:
 
     def _open(self) -> None:
         if self._closed is not None:
-            raise SetupError("this State is closed: make a new one, and a new DDP around the module")
+            raise SetupError(
+                "this State is closed: make a new one, and register it with a new DDP around the module, or "
+                "call sidcomp.fsdp.compress(model, state) again"
+            )
 
     # ---- statistics
     # ----------------------------------------------------------------------------------------------

@@ -248,7 +248,10 @@ def failing(rank: int, world: int, when: str) -> tuple[str, str]:
 def test_backward_raises_our_text_and_nothing_else() -> None:
     for name, text in run(failing, 2, "closed"):
         assert name == "SetupError"
-        assert text == "this State is closed: make a new one, and a new DDP around the module"
+        assert text == (
+            "this State is closed: make a new one, and register it with a new DDP around the module, or call "
+            "sidcomp.fsdp.compress(model, state) again"
+        )
     (mine, why), (theirs, seen) = run(failing, 2, "sending")
     assert mine == "ExchangeError" and why.startswith("group ") and why.endswith(": boom")
     assert theirs == "ExchangeError" and seen.endswith("payload of rank 0: rank 0 failed in this step: ValueError: boom")

@@ -776,6 +776,64 @@ def test_what_fails_on_one_shard_fails_on_all_in_the_same_pass(codec: str) -> No
     assert all("another shard of this node has failed" in told[rank][0][1] for rank in (1, 3))
 
 
+# ---- another State
+
+
+def replaced(rank: int, world: int, codec: str, how: str) -> Any:
+    """After three passes another State takes the place of the first; how "": it stays."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    by_hand = how == "replicas"
+    model, said = sharded(mesh["shard"] if by_hand else mesh), io.StringIO()
+    replicas = mesh.get_group("replicate") if by_hand else None
+    state = sidcomp.State(codec)
+    sidcomp.fsdp.compress(model, state, replicas=replicas)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        if step == 3 and how:
+            former, state, saved = state, sidcomp.State(codec), state.state_dict()
+            if how == "closed":
+                former.close()
+                with pytest.raises(sidcomp.SetupError, match=r"this State is closed.*fsdp\.compress"):
+                    backward(model, rank, step)
+                sgd.zero_grad()
+            else:
+                if how == "frozen":
+                    model[0].requires_grad_(False)
+                with pytest.raises(sidcomp.SetupError, match=r"also serves 4\.weight, 4\.bias"):
+                    sidcomp.fsdp.compress(model[2], sidcomp.State(codec), replicas=replicas)
+            with redirect_stderr(said):
+                sidcomp.fsdp.compress(model, state, replicas=replicas)
+            with pytest.raises(sidcomp.SetupError, match="closed"):
+                former.log()
+            if how in ("loaded", "frozen"):
+                state.load_state_dict(saved, strict=how == "loaded")
+                held = saved["residuals"]
+        sgd.zero_grad()
+        backward(model, rank, step)
+        sgd.step()
+        if step == 3 and how == "frozen":
+            assert set(held) - set(state.state_dict()["residuals"]) == {"0.weight", "0.bias"}
+    assert state.stats()["steps"] == (3 if how in ("closed", "replicas") else 6)
+    assert alike(model, mesh.get_group("replicate"))
+    state.close()
+    return flat(model), said.getvalue()
+
+
+def test_another_state_takes_the_place_of_the_first() -> None:
+    plain = run(hybrid, 4, None, {}, {"steps": 6})
+    for how in ("closed", "replicas"):
+        for (theirs, _, _), (mine, said) in zip(plain, run(replaced, 4, "none", how), strict=True):
+            assert torch.equal(theirs, mine) and "residual" not in said
+
+
+def test_a_state_that_is_replaced_says_what_becomes_of_its_residual() -> None:
+    stays, loaded = run(replaced, 4, "topk", ""), run(replaced, 4, "topk", "loaded")
+    for rank, ((a, _), (b, said)) in enumerate(zip(stays, loaded, strict=True)):
+        assert torch.equal(a, b)
+        assert ("the residual that it had not sent is dropped" in said) == (rank == 0)
+    run(replaced, 4, "topk", "frozen")
+
+
 # ---- the reduce-scatter
 
 
@@ -868,36 +926,55 @@ def test_reduce_scatter_and_average_together() -> None:
 # ---- what is refused
 
 
-def refused(rank: int, world: int, case: str) -> str:
+FP16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+
+
+def refused(rank: int, world: int, case: str, heeds: bool) -> str:
+    """What is refused. heeds: the program does what the error says instead, and trains."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model: nn.Module = network()
+    model: Any = network()
     state = sidcomp.State("topk", density=0.1)
     if case == "ddp":
         model = DistributedDataParallel(model)
     elif case == "one dimension":
-        model = sharded(init_device_mesh("cpu", (4,)))
-    elif case != "plain":
-        model = sharded(mesh, **({"mp_policy": FP16} if case == "fp16" else {}))
-    if case == "divide":
-        for layer in (model[0], model[2], model):
+        model = sharded(mesh["shard"])
+    elif case == "fp16":
+        model = sharded(mesh, mp_policy=BF16 if heeds else FP16)
+    elif case != "plain" or heeds:
+        model = sharded(mesh)
+    layers = (model[0], model[2], model) if case != "ddp" else ()
+    if case == "divide" and not heeds:
+        for layer in layers:
             layer.set_gradient_divide_factor(4.0)
+    if case == "own hook" and not heeds:
+        model.set_all_reduce_hook(lambda buffer: None)
     try:
-        replicas = mesh.get_group("replicate") if case == "replicas twice" else None
-        sidcomp.fsdp.compress(model, state, replicas=replicas)
+        given = heeds if case == "one dimension" else case == "replicas twice" and not heeds
+        replicas = mesh.get_group("replicate") if given else None
+        if case == "ddp" and heeds:
+            sidcomp.register(model, state)
+        else:
+            sidcomp.fsdp.compress(model, state, replicas=replicas)
         if case == "one state, two models":
-            sidcomp.fsdp.compress(sharded(mesh), state)
-        if case == "optimizer in backward":
+            other = sharded(mesh)
+            sidcomp.fsdp.compress(other, sidcomp.State("topk") if heeds else state)
+        if case == "optimizer in backward" and not heeds:
             model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+        if case == "sums":
+            for layer in layers:
+                layer.set_force_sum_reduction_for_comms(not heeds)
+        if case == "later divide" and not heeds:
+            model.set_gradient_divide_factor(2.0)
         backward(model, rank, 0)
         if case == "closed":
             state.close()
+            if heeds:
+                sidcomp.fsdp.compress(model, sidcomp.State("topk"))
             backward(model, rank, 1)
     except (RuntimeError, sidcomp.SidcompError, ValueError) as e:
         return str(e)
-    return "nothing"
-
-
-FP16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    return "it trains"
 
 
 @pytest.mark.parametrize(
@@ -907,16 +984,20 @@ FP16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
         ("ddp", "use sidcomp.register for DDP"),
         ("one dimension", "pass replicas="),
         ("replicas twice", "leave replicas= out"),
-        ("divide", "set_gradient_divide_factor"),
+        ("divide", "set_gradient_divide_factor is not supported"),
+        ("later divide", "set_gradient_divide_factor is not supported"),
+        ("sums", "set_force_sum_reduction_for_comms(True) is not supported"),
+        ("own hook", "has an all-reduce hook"),
         ("fp16", "bfloat16 or float32"),
         ("one state, two models", "a State of its own"),
         ("optimizer in backward", "step after it"),
         ("closed", "closed"),
     ],
 )
-def test_what_is_not_supported_says_what_to_do(case: str, said: str) -> None:
-    for text in run(refused, 4, case):
+def test_what_is_not_supported_says_what_to_do_and_that_works(case: str, said: str) -> None:
+    for text in run(refused, 4, case, False):
         assert said in text
+    assert run(refused, 4, case, True) == ["it trains"] * 4
 
 
 def without_its_state(rank: int, world: int, room: str) -> list[str]:

@@ -16,6 +16,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
+from sidcomp import notices
 from sidcomp.config.grouping import shorten
 from sidcomp.errors import RankError, SetupError, SidcompError, UnsupportedError
 from sidcomp.integrations.fsdp_units import Unit
@@ -110,6 +111,32 @@ class Door:
 
     def reset(self, error: Exception) -> None:
         self._forget()
+
+    # ---- a State that takes its place
+    # ------------------------------------------------------------------------------------------------
+
+    def check_successor(self, units: list[Unit]) -> None:
+        """Raises SetupError if these are not all of the units that this door serves."""
+        groups = {id(unit.group) for unit in units}
+        if lacking := [unit for unit in self.units if id(unit.group) not in groups]:
+            raise SetupError(
+                f"the State that serves this module also serves {lacking[0].label()}: call fsdp.compress on "
+                "the module that it was called on before"
+            )
+
+    def retire(self) -> None:
+        """Closes the State, unless the program has done so, and says what that drops."""
+        if self.state._closed is not None:
+            return
+        keeps = self.engine.step > 0 and any(g.plan.vectors for g in self.engine.groups)
+        self.state.close()
+        text = "fsdp.compress has closed the State that served this model before"
+        if keeps:
+            text += (
+                "; the residual that it had not sent is dropped. To keep one, call state_dict() on the old "
+                "State before, and load_state_dict() on the new one after it"
+            )
+        notices.say(text, self.engine.speaker)
 
     def _forget(self) -> None:
         self._end_of_pass: weakref.ref[partial[None]] | None = None  # of the pass in progress
