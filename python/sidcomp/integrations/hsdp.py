@@ -44,13 +44,20 @@ class _Slot:
 
 @dataclass(eq=False)
 class _Arrival:
-    """The gradients that a unit's reduce-scatter has brought in this pass. futures: by slot."""
+    """The gradients that a unit's reduce-scatter has brought in this pass.
+
+    averaged    False: they are only collected, for a later pass
+    views       the slots that it brings, each with its part of the buffer; None if it does not consist of
+                slots
+    futures     by slot
+    """
 
     index: int
     coming: tuple[int, ...]
     buffer: torch.Tensor
     kept: list[torch.Tensor | None]
-    averaged: bool  # False: it is only collected, for a later pass
+    averaged: bool
+    views: list[tuple[int, torch.Tensor]] | None = None
     futures: "dict[int, Future[torch.Tensor]]" = field(default_factory=dict)
 
 
@@ -71,7 +78,7 @@ def _ranks_differ(rank: int, texts: list[str]) -> RankError:
         )
     else:
         differ = f"rank 0 is in step {here}, and rank {rank} in step {there}"
-        advice = "Call backward() equally often on every rank"
+        advice = "Call backward() equally often on every rank, and load checkpoints on all or on none"
     return forming.rank_error(rank, f"ranks do not agree in a backward pass: {differ}. {advice}")
 
 
@@ -188,7 +195,8 @@ class Door:
         self._add_partial(unit, buffer, averaged)
         if averaged and self._slots:
             self.engine.begin(self._expected)
-            for slot, view in self._views(mine) or ():
+            mine.views = self._views(mine)
+            for slot, view in mine.views or ():
                 self._waiting[slot] = mine, view
             while (at := len(self._sent)) < len(self._expected) and self._expected[at] in self._waiting:
                 self._send(self._expected[at])
@@ -211,15 +219,11 @@ class Door:
         buffer.zero_()
 
     def _views(self, a: _Arrival) -> list[tuple[int, torch.Tensor]] | None:
-        """The slots that an arrival brings, each with its part of the buffer; None if it does not consist of
-        slots."""
         key = a.index, a.coming, a.buffer.dtype
         if key not in self._fits:
-            self._fits[key] = self._slots_of(*key) if self._slots else None
+            self._fits[key] = self._slots_of(*key)
         slots = self._fits[key]
-        if slots is None:
-            return None
-        return [(slot, a.buffer[start:end]) for slot, start, end in slots]
+        return None if slots is None else [(slot, a.buffer[start:end]) for slot, start, end in slots]
 
     def _slots_of(
         self, index: int, coming: tuple[int, ...], dtype: torch.dtype
@@ -279,7 +283,7 @@ class Door:
             raise self._error
         if not mine:
             return
-        new = [a for a in mine if self._views(a) is None]
+        new = [a for a in mine if a.views is None]
         if self._slots and (new or len(self._sent) + len(self._waiting) < len(self._slots)):
             self._plan_no_longer()
         left = self._send_rest()
@@ -290,7 +294,7 @@ class Door:
         rest = {a: a.coming if a in new else self._left_of(a, left) for a in mine}
         if any(rest.values()):
             self._regroup(mine, rest)
-        self._expected = sorted(slot for a in mine for slot, _ in self._views(a) or ())
+        self._expected = sorted(slot for a in mine for slot, _ in a.views or ())
         self._others_expect = self._expected
 
     def _plan_no_longer(self) -> None:
@@ -304,7 +308,6 @@ class Door:
         assert exchange is not None
         if not has_gloo(exchange.group):
             return
-
         try:  # where other ranks may have sent what they expected
             self.engine.meet_others(self._others_expect)
         except RankError as e:
@@ -351,25 +354,25 @@ class Door:
         of each arrival whose gradients have not been averaged. What comes in a pass and what does not share
         no group from now on."""
         status = {(a.index, i): 1 + (i in some) for a, some in rest.items() for i in a.coming}
-        self._slots = self._cut(status)
-        self._fits.clear()
-        known = ((self.units[s.unit], i) for s in self._slots for i in s.members)
+        slots = self._cut(status)
+        known = ((self.units[s.unit], i) for s in slots for i in s.members)
         shapes = {u.names[i]: u.shapes[i] for u, i in known}
-        self.model = replace(self.model, shapes={**self.model.shapes, **shapes})
+        model = replace(self.model, shapes={**self.model.shapes, **shapes})
         dtypes = {a.index: a.buffer.dtype for a in mine}
-        self.engine.form(self.model, [self._bucket(slot, dtypes) for slot in self._slots])
-        due = [
-            (slot, a, view)
-            for a, some in rest.items()
-            for slot, view in self._views(a) or ()
-            if self._slots[slot].members[0] in some
-        ]
+        self.engine.form(model, [self._bucket(slot, dtypes) for slot in slots])
+        self.model, self._slots = model, slots
+        self._fits.clear()
+        due: list[tuple[int, torch.Tensor]] = []
+        for a, some in rest.items():
+            a.views = self._views(a)
+            assert a.views is not None
+            due += [(slot, view) for slot, view in a.views if self._slots[slot].members[0] in some]
         due.sort(key=lambda one: one[0])
         if len(due) < len(self._slots):
             self._plan_no_longer()
-        self._sent = [slot for slot, _, _ in due]
+        self._sent = [slot for slot, _ in due]
         self.engine.begin(self._sent)
-        futures = [self.engine.ready(slot, view) for slot, _, view in due]
+        futures = [self.engine.ready(slot, view) for slot, view in due]
         if len(due) < len(self._slots):
             left = self.engine.end_early()
             assert not left
