@@ -62,24 +62,23 @@ class _Arrival:
 
 
 def _ranks_differ(rank: int, texts: list[str]) -> RankError:
-    """texts: for each rank the number of its step, whether it has groups, and the parameters of which it has
+    """texts: for each rank what it has loaded, the number of its step, and the parameters of which it has
     gradients."""
-    (here, groups, *mine), (there, others, *its) = (texts[r].splitlines() for r in (0, rank))
+    parts = [text.splitlines() for text in texts]
+    (origin, here, *mine), (other, there, *its) = parts[0], parts[rank]
     only = {0: sorted(set(mine) - set(its)), rank: sorted(set(its) - set(mine))}
-    if groups != others:
-        alone = rank if groups else 0
-        differ = f"only rank {alone} has loaded a checkpoint since the pass before"
-        advice = "Load one on every rank, at the same point, or on none"
+    if origin != other:
+        differ = forming.loaded_otherwise(rank, [one[0] for one in parts])
     elif here == there:
         differ = "; ".join(f"only rank {r} has gradients of {shorten(x)}" for r, x in only.items() if x)
-        advice = (
-            "Where ranks use different modules, apply fully_shard to one around them that all ranks use, and "
-            "call set_reduce_scatter_unused_params(True) on the model"
+        differ += (
+            ". Where ranks use different modules, apply fully_shard to one around them that all ranks use, "
+            "and call set_reduce_scatter_unused_params(True) on the model"
         )
     else:
-        differ = f"rank 0 is in step {here}, and rank {rank} in step {there}"
-        advice = "Call backward() equally often on every rank, and load checkpoints on all or on none"
-    return forming.rank_error(rank, f"ranks do not agree in a backward pass: {differ}. {advice}")
+        differ = f"rank 0 is in step {here}, and rank {rank} in step {there}. Call backward() equally often "
+        differ += "on every rank"
+    return forming.rank_error(rank, f"ranks do not agree in a backward pass: {differ}")
 
 
 class Door:
@@ -313,14 +312,15 @@ class Door:
         except RankError as e:
             self._error = self._error or e
         step = self.engine.step
-        groups = "groups" if self._slots else ""
+        resume = self.engine.resume
 
         def tell() -> str:
+            origin = forming.origin(None if resume is None else resume.source["step"])
             names = (self.units[a.index].names[i] for a in mine for i in a.coming)
-            return "\n".join([str(step), groups, *names])
+            return "\n".join([origin, str(step), *names])
 
         what = f"the end of the backward pass of step {step}"
-        has = repr((step, groups, sorted((a.index, a.coming) for a in mine))).encode()
+        has = repr((step, bool(self._slots), sorted((a.index, a.coming) for a in mine))).encode()
         other, _ = forming.differing(exchange, has, tell, self._error, what, "go on with its backward pass")
         self.engine.count_control(TOLD * exchange.world)
         if other is not None:

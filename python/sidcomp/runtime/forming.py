@@ -39,9 +39,8 @@ def agreed(
         text = "\n".join([header, *(f"group {g.index}: {g.describe()}" for g in layout.groups)])
     except Exception as e:
         failure = e
-    origin = "no checkpoint" if loaded is None else f"a checkpoint of step {loaded}"
     other, anyone_keeps = differing(
-        exchange, text.encode(), lambda: f"{origin}\n{text}", failure, what, "form its groups", keeps
+        exchange, text.encode(), lambda: f"{origin(loaded)}\n{text}", failure, what, "form its groups", keeps
     )
     if other is None:
         assert layout is not None
@@ -53,11 +52,21 @@ def agreed(
     here, there = (x[at] if at < len(x) else "nothing more" for x in lines)
     cause = "model, sidcomp.State and checkpoint must be the same on every rank"
     if origins[rank] != origins[0]:
-        cause = (
-            f"rank 0 has loaded {origins[0]}, rank {rank} {origins[rank]}: load those of one step on every "
-            "rank, at the same point, or none"
-        )
+        cause = loaded_otherwise(rank, origins)
     raise rank_error(rank, f"ranks do not agree: rank 0 has [{here}], rank {rank} has [{there}]; {cause}")
+
+
+def origin(loaded: int | None) -> str:
+    """loaded: the step of a checkpoint."""
+    return "no checkpoint" if loaded is None else f"a checkpoint of step {loaded}"
+
+
+def loaded_otherwise(rank: int, origins: Sequence[str]) -> str:
+    """origins: by rank."""
+    return (
+        f"rank 0 has loaded {origins[0]}, rank {rank} {origins[rank]}: load those of one step on every rank, "
+        "at the same point, or none"
+    )
 
 
 def differing(
