@@ -229,6 +229,8 @@ gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; ne
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
 ptx-check: env all ## the kernels as nvcc compiles them, on a CPU: PTX translated to C++, against the CPU codecs; needs nvcc, no GPU
 	$(PYTHON) -m pytest -q -s tests/cuda/test_ptx.py tests/cuda/test_ptx_instructions.py $(ARGS)
+gpu-prebuilt: env-build ## without a GPU: the extension for CPython 3.12 and sm_90, for gpu-check where nothing can be installed; needs nvcc
+	$(PYTHON) benchmarks/prebuilt.py
 gpu-rehearsal: env ## the four parts of gpu-check without a GPU: in small, on the CPU emulation, which it builds (PART=1 to 4)
 	PYTHONPATH=tests/cuda $(PYTHON) -c 'import test_emulated; test_emulated.build()'
 	for part in $(or $(PART),1 2 3 4); do \
@@ -268,7 +270,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext commands env env-build env-docs venv-make venv-docs venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers sass gpu-check gpu-rehearsal ptx-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
+.PHONY: all ext commands env env-build env-docs venv-make venv-docs venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers sass gpu-check gpu-prebuilt gpu-rehearsal ptx-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 # Else make removes them, as nothing names them. All files would be too many: beside FORCE make takes a secondary one that
 # is there for stale.
