@@ -225,16 +225,17 @@ bench-plan-real: env all ## every plan over real links: hours; goes on where it 
 	$(PYTHON) -m benchmarks.bench_plan_real $(ARGS)
 sass: ## registers, occupancy, instructions and bytes per element of the CUDA kernels; needs nvcc and nvdisasm, no GPU (ARGS=--save)
 	$(PYTHON) -m benchmarks.sass $(ARGS)
-gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network (PART=1 to 4, one call each)
-	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
+gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels in nine minutes; needs no network (LEASE=2: in three more)
+	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py --lease $(or $(LEASE),1) $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
 ptx-check: env all ## the kernels as nvcc compiles them, on a CPU: PTX translated to C++, against the CPU codecs; needs nvcc, no GPU
 	$(PYTHON) -m pytest -q -s tests/cuda/test_ptx.py tests/cuda/test_ptx_instructions.py $(ARGS)
 gpu-prebuilt: env-build ## without a GPU: the extension for CPython 3.12 and sm_90, for gpu-check where nothing can be installed; needs nvcc
 	$(PYTHON) benchmarks/prebuilt.py
-gpu-rehearsal: env ## the four parts of gpu-check without a GPU: in small, on the CPU emulation, which it builds (PART=1 to 4)
+gpu-rehearsal: env ## both calls of gpu-check without a GPU: in small, on the CPU emulation, which it builds; then each part is killed
 	PYTHONPATH=tests/cuda $(PYTHON) -c 'import test_emulated; test_emulated.build()'
-	for part in $(or $(PART),1 2 3 4); do \
-	    $(PYTHON) benchmarks/gpu_check.py --part $$part --rehearse build/emulated --out build/rehearsal $(ARGS) || exit 1; done
+	rm -rf build/rehearsal
+	for lease in 1 2; do for cut in "" --cut; do \
+	    $(PYTHON) benchmarks/gpu_check.py --lease $$lease --rehearse build/emulated --out build/rehearsal/whole$$cut $$cut $(ARGS) || exit 1; done; done
 
 wheel: env-build ## a wheel for this Python, CPU only, in build/wheel; auditwheel tells where it runs (pip install '.[wheel]')
 	@rm -rf build/wheel build/wheel-raw

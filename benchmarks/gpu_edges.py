@@ -1,20 +1,17 @@
 """DDP steps on one GPU under whatever moves work in time: are the weights the same?
 
-`check(...)` starts a process for each case; gpu_check.py calls it. A process trains a model of four equal
-layers, hence of four buckets, by DDP over NCCL with one rank, once for each of the case's settings. The
-weights and residuals that it ends with must be those of another run, bit for bit: mostly those of the case
-"plain". Where one stream does not wait for another, that shows when one of the two is slow, or when freed
-memory goes back to the driver. Encode, collective and decode are enqueued as in any other world, but with
-one rank NCCL has hardly anything to do.
+gpu_check.py starts a process for each case. It trains a model of four equal layers, hence of four buckets,
+by DDP over NCCL with one rank, once for each of the case's settings. The weights and residuals that it ends
+with must be those of another run, bit for bit: mostly those of the case "plain" (`compared`). Where one
+stream does not wait for another, that shows when one of the two is slow, or when freed memory goes back to
+the driver. Encode, collective and decode are enqueued as in any other world, but with one rank NCCL has
+hardly anything to do.
 
-    python benchmarks/gpu_edges.py CASE [SETTING ...] [--device emulated]
+    python benchmarks/gpu_edges.py plain                # a case
 
-runs a case, or some of its settings. Each setting begins with a line {"begin": ...} and ends with a line
-{"setting": ..., "weights": ..., "residuals": ..., "steps": ..., "seconds": ..., "error": ...}.
-
-A rehearsal (--device emulated) needs the CPU emulation and tests/support in PYTHONPATH. There a stream does
-its work in a random order among those that events allow, and each case draws another one; "launch blocking"
-does all work at once. Sleeps, the allocator and the kernels of cuBLAS have no meaning there.
+It names each setting before it runs it (processes.py). The CPU emulation needs tests/support in PYTHONPATH.
+There a stream does its work in a random order among those that events allow, and each case draws another
+one; "launch blocking" does all work at once. Sleeps, the allocator and cuBLAS have no meaning there.
 """
 
 from __future__ import annotations
@@ -23,24 +20,25 @@ import argparse
 import gc
 import hashlib
 import importlib.util
-import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks.processes import Row, run_units  # noqa: E402
+
 LAYERS, WIDTH, BATCH, STEPS = 4, 512, 16, 20
 SMALL_WIDTH, SMALL_STEPS = 40, 4  # of a rehearsal
-STUCK = 60.0  # seconds without a line, after which a process is taken for hung
 LONGEST = 2.0  # milliseconds of a random sleep
 BLOCKED = 500.0  # milliseconds for which the side stream is behind when the State is closed
 LIMIT = 2.0  # seconds without progress after which the watcher aborts
@@ -53,8 +51,8 @@ UNCACHED = "no caching allocator"  # which waits for the device where memory is 
 OVERWRITTEN = "freed memory is overwritten"  # so that this finds more of what is freed too early
 NATIVE = "native transport"
 CLOSE, ABORT, COMPILE = "close with work in flight", "the watcher's abort", "torch.compile"
-CASES = (
-    PLAIN, ON_SIDE, ON_COMPUTE, USERS, BLOCKING, UNCACHED, OVERWRITTEN, NATIVE, CLOSE, ABORT, COMPILE
+CASES = (  # others are compared with the first; the second takes longest
+    PLAIN, COMPILE, ON_SIDE, ON_COMPUTE, USERS, BLOCKING, UNCACHED, OVERWRITTEN, NATIVE, CLOSE, ABORT
 )  # fmt: skip
 
 DEFAULT, FULL, CHECKED = "default", "default, full_every=3", "default, checksum_every=1"
@@ -382,7 +380,7 @@ class Training:
 
     def outcome(self) -> dict[str, Any]:
         """Digests of what the steps have left."""
-        out = {"weights": self.weights(), "residuals": "", "steps": self.done}
+        out = {"weights": self.weights(), "residuals": ""}
         if self.state is not None:
             stats = self.state.stats()
             assert stats["steps"] == self.done, f"{stats['steps']} steps, not {self.done}"
@@ -401,7 +399,7 @@ class Training:
 
 def digest(tensors: Iterator[Any]) -> str:
     raw = b"".join(t.cpu().contiguous().numpy().tobytes() for t in tensors)
-    return hashlib.sha256(raw).hexdigest()
+    return hashlib.sha256(raw).hexdigest()[:16]
 
 
 def trained(on: Gpu, setting: str) -> dict[str, Any]:
@@ -481,7 +479,7 @@ def closed(on: Gpu, setting: str) -> dict[str, Any]:
     for _ in range(2):
         with training.ddp.no_sync():
             training.step()
-    return {"weights": training.weights(), "residuals": "", "steps": training.done}
+    return {"weights": training.weights(), "residuals": ""}
 
 
 def aborted(on: Gpu, setting: str) -> dict[str, Any]:
@@ -511,181 +509,57 @@ def aborted(on: Gpu, setting: str) -> dict[str, Any]:
     except RuntimeError as e:
         said = f"{type(training.state.error).__name__}: {e}"
     training.state.close()
-    return {"weights": "", "residuals": "", "steps": training.done, "error": said}
+    return {"error": said}
 
 
 WAYS: dict[str, Callable[[Gpu, str], dict[str, Any]]] = {CLOSE: closed, ABORT: aborted, COMPILE: compiled}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def ran(on: Gpu, setting: str) -> Iterator[Row]:
+    begun = time.perf_counter()
+    with on.streams():
+        out = WAYS.get(on.case, trained)(on, setting)
+    gc.collect()
+    seconds = round(time.perf_counter() - begun, 2)
+    yield {"what": f"{on.case}, {setting}", "case": on.case, "setting": setting, **out, "seconds": seconds}
+
+
+def compared(runs: list[Row]) -> list[Row]:
+    """A row for each pair of which both runs are there: {"what", "as", "wrong"}."""
+    found = {(r["case"], r["setting"]): r for r in runs if "case" in r and "left out" not in r}
+    rows = []
+    for (case, setting), run in found.items():
+        for pair in pairs_of(case):
+            if pair.setting != setting:
+                continue
+            if not pair.case:
+                expected = run.get("error", "").startswith("ExchangeError: ") and pair.like in run["error"]
+                what, wrong = f"an error, {pair.like!r}", "" if expected else f"{run.get('error')!r}"
+            elif other := found.get((pair.case, pair.like)):
+                differ = [x for x in ("weights", "residuals") if run[x] != other[x]]
+                what, wrong = f"{pair.case}, {pair.like}", f"other {' and '.join(differ)}" * bool(differ)
+            else:
+                continue
+            rows.append({"what": f"{case}, {setting}", "as": what, "wrong": wrong})
+    return rows
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("case", choices=CASES)
-    parser.add_argument("setting", nargs="*", help="some of the case's settings; without one: all of them")
-    parser.add_argument("--device", choices=("cuda", "emulated"), default="cuda")
-    args = parser.parse_args(arguments)
-    emulated = args.device == "emulated"
-    there = settings_of(args.case, emulated)
-    if unknown := [s for s in args.setting if s not in there]:
-        parser.error(f"{unknown[0]}: {args.case} has {'; '.join(there)}")
+    parser.add_argument("--after", default="", help="begin behind this setting")
+    args = parser.parse_args()
     os.environ.update(DETERMINISTIC | ENVIRONMENT.get(args.case, {}))  # before torch is loaded
-    if not emulated:
-        sys.path.insert(0, str(ROOT / "python"))
+    from sidcomp import _core
+
+    emulated = _core.cuda_archs == "emulated"
     import torch.distributed as dist
 
     on = Emulation(args.case) if emulated else Gpu(args.case)
-    run = WAYS.get(args.case, trained)
     with tempfile.TemporaryDirectory() as room:
         dist.init_process_group(on.backend, init_method=f"file://{room}/store", rank=0, world_size=1)
-        for setting in args.setting or there:
-            print(json.dumps({"begin": setting}), flush=True)
-            begun = time.perf_counter()
-            with on.streams():
-                out = {"setting": setting, "error": "", **run(on, setting)}
-            out["seconds"] = round(time.perf_counter() - begun, 2)
-            gc.collect()
-            print(json.dumps(out), flush=True)
+        run_units({s: partial(ran, on, s) for s in settings_of(args.case, emulated)}, args.after)
         dist.destroy_process_group()
-
-
-# ---- all cases -------------------------------------------------------------------------------------
-
-
-class Report:
-    """Compares each run with its like as soon as both are there."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self.rows: list[dict[str, Any]] = []
-        self.wrong: list[str] = []
-        self._runs: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def fail(self, text: str) -> None:
-        self.wrong.append(text)
-        self.say(f"  {text}")
-
-    def add(self, case: str, run: dict[str, Any]) -> None:
-        setting: str = run["setting"]
-        if "left out" in run:
-            self.say(f"  {case}, {setting}: left out: {run['left out']}")
-            return
-        self._runs[case, setting] = run
-        for pair in pairs_of(case):
-            if pair.setting == setting:
-                self._compare(case, pair, run)
-
-    def _compare(self, case: str, pair: Pair, run: dict[str, Any]) -> None:
-        like, name = f"{pair.case}, {pair.like}", f"{case}, {pair.setting}"
-        if not pair.case:
-            like = f'an ExchangeError: "{pair.like}"'
-            equal = run["error"].startswith("ExchangeError: ") and pair.like in run["error"]
-            why = f"{name}: {run['error']}, and not {like}"
-        elif (other := self._runs.get((pair.case, pair.like))) is None:
-            return self.fail(f"{name}: there is nothing to compare it with: {like} has not ended")
-        else:
-            differ = [x for x in ("weights", "residuals") if run[x] != other[x]]
-            if not run["weights"]:
-                differ.append("error")
-            equal = not differ
-            why = f"{name}: not the {' and '.join(differ)} of {like}"
-        self.rows.append(
-            {"case": case, "codec": pair.setting, "as": like, "equal": equal, "seconds": run["seconds"]}
-        )
-        if not equal:
-            return self.fail(why)
-        self.say(f"  {name}: as {like}, {run['seconds']:.1f} s")
-
-
-def check(
-    deadline: float,
-    start: Callable[..., subprocess.Popen[bytes]],
-    end: Callable[[subprocess.Popen[bytes]], None],
-    emulated: bool = False,
-    environment: Mapping[str, str] | None = None,
-    say: Callable[[str], None] = print,
-    *,
-    cases: Sequence[str] = CASES,
-    command: Sequence[str] = (sys.executable, str(Path(__file__).resolve())),
-    stuck: float = STUCK,
-) -> dict[str, Any]:
-    """{"rows": [{"case", "codec", "as", "equal", "seconds"}], "wrong": texts, [] if all is well}.
-
-    A run that hangs or ends its process costs its own row: another process continues behind it. After the
-    deadline, by time.monotonic(), nothing begins, and what runs is ended and left out.
-    start, end: gpu_check's, which start a command in a process group of its own, and end all of the group.
-    environment: more variables of the processes."""
-    report = Report(say)
-    flags = ["--device", "emulated"] if emulated else []
-    for case in cases:
-        left = settings_of(case, emulated)
-        while left and time.monotonic() < deadline:
-            with tempfile.TemporaryFile() as output:
-                env = {**(environment or {}), **DETERMINISTIC, **ENVIRONMENT.get(case, {})}
-                process = start([*command, case, *left, *flags], output, **env)
-                try:
-                    over, at, why = follow(process, output, deadline, stuck, lambda r: report.add(case, r))  # noqa: B023
-                finally:
-                    end(process)
-                last = last_line(output)
-            left = [s for s in left if s not in over]
-            if why == LATE:
-                break
-            if not why and not left:
-                break
-            text = f"{why or 'ended'}: {last}" if last else why or "ended"
-            if at not in left:  # not within a setting
-                when = f"after {over[-1]}" if over else "before it began"
-                report.fail(f"{case}: {text} ({when})")
-                left = []
-                break
-            report.fail(f"{case}, {at}: {text}")
-            left.remove(at)
-        if left:
-            say(f"  {case}: no time for {'; '.join(left)}")
-    return {"rows": report.rows, "wrong": report.wrong}
-
-
-LATE = "ended at the deadline"
-
-
-def follow(
-    process: subprocess.Popen[bytes],
-    output: IO[bytes],
-    deadline: float,
-    stuck: float,
-    take: Callable[[dict[str, Any]], None],
-) -> tuple[list[str], str, str]:
-    """Passes on each run of the process as soon as it is there. Returns the settings that are over, the last
-    one that was begun, and why the process did not end well, or ""."""
-    over: list[str] = []
-    at, seen, since = "", 0, time.monotonic()
-    while True:
-        status = process.poll()  # all that it has said by now is read below
-        now = time.monotonic()
-        said = os.pread(output.fileno(), 1 << 24, seen)  # the process shares the file's position
-        lines = said[: said.rfind(b"\n") + 1]
-        seen += len(lines)
-        for line in lines.decode(errors="replace").splitlines():
-            if line.startswith('{"begin"'):
-                at, since = json.loads(line)["begin"], now
-            elif line.startswith('{"setting"'):
-                run = json.loads(line)
-                over.append(run["setting"])
-                since = now
-                take(run)
-        if status is not None:
-            return over, at, f"ended with status {status}" if status else ""
-        if now > deadline:
-            return over, at, LATE
-        if now - since > stuck:
-            return over, at, f"hung for {stuck:.0f} s"
-        time.sleep(0.05)
-
-
-def last_line(output: IO[bytes]) -> str:
-    """The last one that is no result: that of a traceback."""
-    output.seek(0)
-    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines()]
-    return next((x[:300] for x in reversed(lines) if x and not x.startswith(('{"begin"', '{"setting"'))), "")
 
 
 if __name__ == "__main__":

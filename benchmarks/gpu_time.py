@@ -1,624 +1,320 @@
-"""The times of the CUDA kernels, for gpu_check.py: each beside what the memory allows and torch's operations.
+"""The times of the CUDA kernels, and of a model's steps, for gpu_check.py.
 
-`measure` fills a Bench with rows; the clock says on which device, so that the tests run all of it on the
-emulation. By itself, `python benchmarks/gpu_time.py --once topk 25600000` encodes and decodes once, for a
-profiler that counts bytes. `--journal FILE` measures everything and writes down each row, and each unit of
-work before it begins, so that gpu_check.py can end a process that hangs, and another one continues behind it.
+    python benchmarks/gpu_time.py some      # a few codecs at four sizes, beside torch's plain passes
+    python benchmarks/gpu_time.py all       # every codec at 25.6 M elements
+    python benchmarks/gpu_time.py steps     # GPT-2 small under DDP with one rank
+    python benchmarks/gpu_time.py once      # some calls between a profiler's start and stop
+
+It names each unit before it measures it (processes.py). A row is one call on n float32 elements in one
+segment: median and quartiles in microseconds, "graph us" replayed from a CUDA graph, "stream us" enqueued by
+the host, both with the L2 flushed before each call. A gathered decode takes one payload several times. On the
+emulation everything is small and the times mean nothing.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
+import gc
+import os
 import statistics
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sidcomp import _core
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
-DENSITIES = (0.1, 0.01, 0.001)
+sys.path.insert(0, str(ROOT))
+from benchmarks.processes import Row, run_units  # noqa: E402
+
+EMULATED = _core.cuda_archs == "emulated"
+DEVICE = "cpu" if EMULATED else "cuda"
 WORLD = 8  # payloads of a gathered decode
-SOME = ("topk", "sidco-e", "dgc", "efsignsgd", "int8", "fp16")  # timed at every size, and every density
-FORMS: dict[str, list[dict[str, Any]]] = {  # beside the densities
-    "topk": [
-        {"density": 0.01, "values": "log8", "indices": "packed"},
-        {"density": 0.084, "values": "log4", "indices": "packed"},  # a fortieth of float32: the default
-    ]
-}
-CAPTURED = ("topk", "fp16", "bf16", "efsignsgd", "onebit", "int8", "int4", "fp8", "signsgd")  # never wait
-EARLY: dict[str, dict[str, Any]] = {
-    "topk": {"density": 0.01},
-    "dgc": {"density": 0.01},
-    "int8": {},
-    "efsignsgd": {},
-}
-EARLY_TO = 1_000_000  # elements: above, a launch is nothing beside its kernel
-COMPILED = ("topk", "sidco-e", "efsignsgd", "int8")
-EXCHANGES = (("twoshot", "int8"), ("twoshot", "topk"), ("hierarchical", "topk"), ("hierarchical", "fp16"))
+REPEATS, WARM = (3, 1) if EMULATED else (20, 3)
+N = 3000 if EMULATED else 25_600_000
+SIZES = (N,) if EMULATED else (N, 110_000_000, 1_000_000, 6_500_000)  # what says most comes first
 COLUMNS = 1024  # of the one matrix that a group is to powersgd
-NODES = {"hierarchical": {"ranks_per_node": 2}}
-RANKS = 4  # of an exchange, two of them on a node
+DEFAULT: dict[str, Any] = {"density": 0.084, "values": "log4", "indices": "packed"}  # State's own
+SOME: dict[str, tuple[str, dict[str, Any]]] = {
+    "topk 1 %": ("topk", {"density": 0.01}),
+    "default": ("topk", DEFAULT),
+    "sidco-e 1 %": ("sidco-e", {"density": 0.01}),
+    "int8": ("int8", {}),
+}
+COUNTED = ("default", "int8")  # what a profiler looks at
+STEADY = 3  # encodes before that: what a first step does differs
 
 Call = Callable[[], object]
-Times = dict[str, list[float]]
+
+# ---- calls -------------------------------------------------------------------------------------------------
 
 
-class Size(NamedTuple):
-    n: int
-    all: bool  # codecs, not SOME
-    baselines: bool
-    compiled: bool
-    exchanges: bool
-    only: tuple[str, ...] = ()  # of the codecs with their settings, these alone
-
-
-SIZES = (
-    Size(65_536, False, False, False, True),
-    Size(1_000_000, True, True, False, False),
-    Size(25_600_000, True, True, True, True),
-    Size(6_500_000, False, False, False, False),
-    Size(110_000_000, True, False, False, False),
-    Size(1_000_000_000, False, False, False, False),
-)  # what says most comes first: time may run out
-FIRST = tuple(  # if there is time for little else
-    Size(n, True, False, False, False, (
-        "topk density=0.01", "topk density=0.084 values=log4 indices=packed", "sidco-e density=0.01", "int8"
-    ))
-    for n in (1_000_000, 25_600_000, 110_000_000)
-)  # fmt: skip
-SMALL = (Size(3000, False, True, False, True),)  # of a rehearsal
-
-
-class Clock(Protocol):
-    device: str
-
-    def stream(self) -> int: ...
-    def measure(self, call: Call, n: int, graph: bool) -> Times:
-        """Microseconds of each repetition, by how it was enqueued: "graph", "stream", "warm"."""
-
-    def room(self) -> int:
-        """Bytes of memory that are free."""
-
-    def settle(self) -> None:
-        """Waits for the device and gives back what is not in use."""
-
-
-class GpuClock:
-    """CUDA events. "stream": enqueued by the host; "graph": replayed, both with the L2 flushed before;
-    "warm": replayed, not flushed."""
-
-    device = "cuda"
+class Clock:
+    """CUDA events, or on the emulation, where a call ends when its work does, the host's clock."""
 
     def __init__(self) -> None:
-        import torch
+        self.flush = torch.empty(0 if EMULATED else 256 << 20, dtype=torch.uint8, device=DEVICE)
 
-        self.torch = torch
-        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-    def stream(self) -> int:
-        return int(self.torch.cuda.current_stream().cuda_stream)
-
-    def measure(self, call: Call, n: int, graph: bool) -> Times:
-        torch = self.torch
-        side = torch.cuda.Stream()
+    def measure(self, call: Call) -> dict[str, list[float]]:
+        """Median and quartiles by how the call was enqueued."""
+        if EMULATED:
+            took = quartiles(self._times(call))
+            return {"graph us": took, "stream us": took}
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(3):
+            for _ in range(WARM):
                 call()
         torch.cuda.synchronize()
-        repeats = 40 if n < 50_000_000 else 20 if n < 500_000_000 else 8
-        out = {"stream": self._times(call, repeats, True)}
-        if graph:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                call()
-            out["graph"] = self._times(captured.replay, repeats, True)
-            if n <= 6_500_000:  # else nothing of it is still in the L2
-                out["warm"] = self._times(captured.replay, repeats, False)
-        return out
+        stream = quartiles(self._times(call))
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            call()
+        return {"graph us": quartiles(self._times(captured.replay)), "stream us": stream}
 
-    def _times(self, call: Call, repeats: int, flush: bool) -> list[float]:
-        torch, took = self.torch, []
-        for i in range(repeats + 3):
-            if flush:
-                self.flush.fill_(i)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+    def _times(self, call: Call) -> list[float]:
+        took = []
+        for i in range(WARM + REPEATS):
+            self.flush.fill_(i)
+            if EMULATED:
+                begun = time.perf_counter()
+                call()
+                took.append((time.perf_counter() - begun) * 1e6)
+                continue
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
             call()
             end.record()
             torch.cuda.synchronize()
-            if i >= 3:
-                took.append(start.elapsed_time(end) * 1e3)
-        return took
-
-    def room(self) -> int:
-        return int(self.torch.cuda.mem_get_info()[0])
-
-    def settle(self) -> None:
-        self.torch.cuda.synchronize()
-        self.torch.cuda.empty_cache()
-
-
-class HostClock:
-    """The host's, for a rehearsal on the emulation, where a call ends when its work does."""
-
-    device = "cpu"
-
-    def stream(self) -> int:
-        return 0
-
-    def measure(self, call: Call, n: int, graph: bool) -> Times:
-        took = []
-        for _ in range(3):
-            start = time.perf_counter()
-            call()
-            took.append((time.perf_counter() - start) * 1e6)
-        return {"stream": took, **({"graph": took} if graph else {})}
-
-    def room(self) -> int:
-        return 1 << 30
-
-    def settle(self) -> None:
-        pass
+            took.append(begin.elapsed_time(end) * 1e3)
+        return took[WARM:]
 
 
 def quartiles(x: list[float]) -> list[float]:
     low, _, high = statistics.quantiles(x, n=4, method="inclusive")
-    return [statistics.median(x), low, high]
+    return [round(v, 2) for v in (statistics.median(x), low, high)]
 
 
-class Journal:
-    """What has been measured, a line of JSON each, written at once: {"begin": unit}, {"row": row},
-    {"end": unit}, and {"failed": unit, "why": text} by whoever ended the process."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries: list[dict[str, Any]] = []
-        text = path.read_text() if path.exists() else ""
-        self._cut = bool(text) and not text.endswith("\n")  # its writer was ended in the middle of a line
-        for line in text.splitlines():
-            with suppress(json.JSONDecodeError):
-                self.entries.append(json.loads(line))
-
-    def add(self, **entry: Any) -> None:
-        self.entries.append(entry)
-        with self.path.open("a") as file:
-            file.write("\n" * self._cut + json.dumps(entry) + "\n")
-        self._cut = False
-
-    def all(self, kind: str) -> list[Any]:
-        return [entry[kind] for entry in self.entries if kind in entry]
-
-    @property
-    def over(self) -> set[str]:
-        """The units that need not be measured again."""
-        return {*self.all("end"), *self.all("failed")}
-
-    @property
-    def open(self) -> str | None:
-        """The unit that has begun and not ended."""
-        begun = [unit for unit in self.all("begin") if unit not in self.over]
-        return begun[-1] if begun else None
-
-
-class Bench:
-    """Rows of a table, said as they are measured, until the deadline. journal: where they are kept."""
-
-    def __init__(
-        self,
-        clock: Clock,
-        deadline: float,
-        say: Callable[[str], None] = print,
-        journal: Journal | None = None,
-    ) -> None:
-        self.clock, self.deadline, self.say, self.journal = clock, deadline, say, journal
-        self.rows: list[dict[str, Any]] = journal.all("row") if journal is not None else []
-
-    @contextmanager
-    def unit(self, what: str) -> Iterator[bool]:
-        """Some rows that are measured together. Gives False if an earlier process has measured them, or was
-        ended in them."""
-        if self.journal is None:
-            yield True
-            return
-        if what in self.journal.over:
-            yield False
-            return
-        self.journal.add(begin=what)
-        yield True
-        self.journal.add(end=what)
-
-    def late(self, what: str) -> bool:
-        if time.monotonic() <= self.deadline:
-            return False
-        self.say(f"  {what}: left out, no time")
-        return True
-
-    def row(
-        self, what: str, n: int, call: Call, limit: float = 0, baseline: float = 0, graph: bool = True
-    ) -> float:
-        """limit, baseline: microseconds. Returns its own, replayed from a graph where it can be."""
-        took = {how: quartiles(t) for how, t in self.clock.measure(call, n, graph).items()}
-        own = took.get("graph", took["stream"])[0]
-        r: dict[str, Any] = {"what": what, "n": n} | {f"{how} us": t for how, t in took.items()}
-        text = f"  {what:44} n {n:>13,}  {own:9.1f} us  stream {took['stream'][0]:9.1f}"
-        if limit:
-            r["x limit"] = own / limit
-            text += f"  x limit {r['x limit']:5.2f}"
-        if baseline:
-            r["torch us"], r["x faster"] = baseline, baseline / own
-            text += f"  torch {baseline:9.1f} us, {r['x faster']:.1f}x"
-        if any((row["what"], row["n"]) == (what, n) for row in self.rows):
-            return own  # an earlier process has it
-        self.rows.append(r)
-        if self.journal is not None:
-            self.journal.add(row=r)
-        self.say(text)
-        return own
+def stream() -> int:
+    return 0 if EMULATED else int(torch.cuda.current_stream().cuda_stream)
 
 
 class Rank:
     """One rank's blocks on the device."""
 
-    def __init__(self, clock: Clock, codec: str, settings: dict[str, Any], gradient: Any) -> None:
-        from sidcomp import _core
-
+    def __init__(self, codec: str, settings: dict[str, Any], gradient: Tensor) -> None:
         n = len(gradient)
         self.plan = _core.Plan(codec, "residual", n, "float32", settings, shapes=[(n, COLUMNS)])
-        self.clock, self.device = clock, 0
-        self.state, self.work = block(clock, self.plan.state_bytes), block(clock, self.plan.cuda_work_bytes())
-        self.payload, self.report = block(clock, self.plan.payload_bytes), block(clock, 16)
+        self.state, self.work = block(self.plan.state_bytes), block(self.plan.cuda_work_bytes())
+        self.payload, self.report = block(self.plan.payload_bytes), block(16)
+        self.count = 1 if self.plan.linear else WORLD
         self.place(gradient)
 
-    def place(self, gradient: Any) -> None:
+    def place(self, gradient: Tensor) -> None:
         """Takes the gradient that encode reads and decode writes."""
-        from sidcomp import _core
-
-        self.gradient, self.table = gradient, table_of(self.clock, gradient)
+        table = _core.Segments([gradient.data_ptr()], [len(gradient)]).table()
+        self.table = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(DEVICE)
+        self.gradient = gradient
         places = (self.work.data_ptr(), self.payload.data_ptr())
         self.source = _core.DeviceBuffers(self.table.data_ptr(), 1, self.state.data_ptr(), *places)
         self.target = _core.DeviceBuffers(self.table.data_ptr(), 1, 0, *places)  # a decode without state
 
     def encode(self) -> None:
         self.plan.cuda_encode(
-            self.source, step=0, seed=0, group=0, rank=0, world=1, stats=0, device=self.device,
-            stream=self.clock.stream(),
-        )  # fmt: skip
+            self.source, step=0, seed=0, group=0, rank=0, world=1, stats=0, device=0, stream=stream()
+        )
 
-    def decode(self, payloads: Any, count: int) -> None:
+    def gathered(self) -> Tensor:
+        return self.payload[: self.plan.payload_bytes].repeat(self.count)
+
+    def decode(self, payloads: Tensor) -> None:
         self.plan.cuda_decode(
-            payloads.data_ptr(), self.plan.payload_bytes, count, 1.0 / count, self.target, step=-1, group=0,
-            report=self.report.data_ptr(), device=self.device, stream=self.clock.stream(),
+            payloads.data_ptr(), self.plan.payload_bytes, self.count, 1.0 / self.count, self.target, step=-1,
+            group=0, report=self.report.data_ptr(), device=0, stream=stream(),
         )  # fmt: skip
 
-    def reported(self) -> int:
-        return int(struct.unpack("<IIiI", bytes(self.report[:16].tolist()))[2])
+    def check(self) -> None:
+        status = struct.unpack("<IIiI", bytes(self.report[:16].tolist()))[2]
+        assert status == 0, f"decode reports {status}"
 
 
-def block(clock: Clock, nbytes: int) -> Any:
+def block(nbytes: int) -> Tensor:
     """Zeroed bytes that start at a multiple of 64."""
-    import torch
-
-    room = torch.zeros(max(nbytes, 64) + 64, dtype=torch.uint8, device=clock.device)
+    room = torch.zeros(max(nbytes, 64) + 64, dtype=torch.uint8, device=DEVICE)
     skip = -room.data_ptr() % 64
     return room[skip : skip + max(nbytes, 64)]
 
 
-def table_of(clock: Clock, x: Any) -> Any:
-    import torch
-    from sidcomp import _core
-
-    table = _core.Segments([x.data_ptr()], [len(x)]).table()
-    return torch.frombuffer(bytearray(table), dtype=torch.uint8).to(clock.device)
-
-
-def laplace(clock: Clock, n: int) -> Any:
-    import torch
-
+def laplace(n: int) -> Tensor:
     torch.manual_seed(n)
-    x = torch.rand(n, device=clock.device).sub_(0.5)
+    x = torch.rand(n, device=DEVICE).sub_(0.5)
     sign = torch.sign(x)
     return x.abs_().mul_(-1.999).log1p_().mul_(-1).mul_(sign)
 
 
-# ---- limits --------------------------------------------------------------------------------------
+def limits(clock: Clock, n: int) -> Iterator[Row]:
+    """torch's plain passes: limits of an encode with a residual (12 bytes an element) and a decode (4)."""
+    gradient = laplace(n)
+    other = torch.zeros_like(gradient)
+    yield {"what": "limit: R += G", "n": n, **clock.measure(lambda: other.add_(gradient))}
+    yield {"what": "limit: write once", "n": n, **clock.measure(lambda: other.zero_())}
 
 
-class Limits(NamedTuple):
-    """Microseconds of torch's plain passes: 12, 4, 8 and 4 bytes an element."""
-
-    add: float
-    write: float
-    copy: float
-    read: float
-
-
-def limits(bench: Bench, gradient: Any) -> Limits:
-    import torch
-
-    n, other = len(gradient), torch.zeros_like(gradient)
-    return Limits(
-        bench.row("limit: R += G", n, lambda: other.add_(gradient)),
-        bench.row("limit: write once", n, lambda: other.zero_()),
-        bench.row("limit: copy", n, lambda: other.copy_(gradient)),
-        bench.row("limit: read once (sum)", n, lambda: gradient.sum()),
-    )
-
-
-# ---- codecs --------------------------------------------------------------------------------------
-
-
-def forms_of(codec: dict[str, Any], size: Size) -> list[dict[str, Any]]:
-    if not any(p["name"] == "density" for p in codec["parameters"]):
-        return [{}]
-    densities = DENSITIES if codec["name"] in SOME else (0.01,)
-    forms = FORMS.get(codec["name"], []) if size.all else []
-    return [{"density": d} for d in densities] + forms
-
-
-def name_of(codec: str, settings: dict[str, Any]) -> str:
-    return " ".join([codec, *(f"{k}={v}" for k, v in settings.items())])
-
-
-def codecs(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
-    from sidcomp import _core
-
-    for codec in _core.codecs():
-        if not codec["cuda"] or not (size.all or codec["name"] in SOME):
-            continue
-        for settings in forms_of(codec, size):
-            name = name_of(codec["name"], settings)
-            if size.only and name not in size.only:
-                continue
-            if bench.late(f"{name}, n {size.n:,}"):
-                return
-            with bench.unit(f"{name}, n {size.n:,}") as new:
-                if not new:
-                    continue
-                slow = baseline(bench, codec["name"], settings, gradient) if size.baselines else (0.0, 0.0)
-                one_codec(bench, name, Rank(bench.clock, codec["name"], settings, gradient), limit, slow)
-                bench.clock.settle()
-
-
-def early(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
-    """Kernels launched before the one ahead of them has ended (SID_CUDA_EARLY), in small groups."""
-    import sidcomp
-    from sidcomp import _core
-
-    for codec, settings in EARLY.items() if size.n <= EARLY_TO and not size.only else ():
-        name = name_of(codec, settings)
-        if bench.late(f"early: {name}, n {size.n:,}"):
-            return
-        with bench.unit(f"early: {name}, n {size.n:,}") as new:
-            if not new:
-                continue
-            rank = Rank(bench.clock, codec, settings, gradient)
-            rank.device |= _core.cuda_early
-            try:
-                one_codec(bench, name, rank, limit, (0.0, 0.0), "early: ")
-            except sidcomp.SidcompError as e:
-                bench.say(f"  early: {name}: {e}")
-            bench.clock.settle()
-
-
-def one_codec(
-    bench: Bench, name: str, rank: Rank, limit: Limits, slow: tuple[float, float], how: str = ""
-) -> None:
-    n, count = rank.plan.n, 1 if rank.plan.linear else WORLD
-    bench.row(f"{how}encode {name}", n, rank.encode, limit.add, slow[0])
-    payloads = rank.payload[: rank.plan.payload_bytes].repeat(count)
+def one_codec(clock: Clock, name: str, codec: str, settings: dict[str, Any], n: int) -> Iterator[Row]:
+    rank = Rank(codec, settings, laplace(n))
+    yield {"what": f"encode {name}", "n": n, **clock.measure(rank.encode)}
+    payloads = rank.gathered()
     rank.place(rank.gradient.clone())  # what is decoded goes elsewhere
-    bench.row(
-        f"{how}decode {name} of {count}",
-        n,
-        lambda: rank.decode(payloads, count),
-        limit.write,
-        slow[1] * count,
-    )
-    assert rank.reported() == 0, f"decode of {name} reports {rank.reported()}"
+    yield {"what": f"decode {name} of {rank.count}", "n": n, **clock.measure(lambda: rank.decode(payloads))}
+    rank.check()
 
 
-def baseline(bench: Bench, codec: str, settings: dict[str, Any], gradient: Any) -> tuple[float, float]:
-    """Microseconds of torch's operations: an encode, and a decode of one payload. 0: there is none."""
-    from sidcomp import _core
-
-    from benchmarks.baselines import BASELINES, Baseline, Job
-
-    if codec not in BASELINES or "values" in settings:
-        return 0.0, 0.0
-    import torch
-
-    n = len(gradient)
-    plan = _core.Plan(codec, "residual", n, "float32", settings)
-    r = Baseline(codec, Job(n, plan.k if settings else n), [gradient], torch.zeros_like(gradient), 1)
-    graph = codec in CAPTURED
-    kept: list[Any] = []  # what a captured call reads must not be freed before it is replayed
-
-    def encode_again() -> None:
-        kept[:] = [*kept[-1:], r.residual]
-        r.encode()
-
-    took = [bench.clock.measure(call, n, graph) for call in (encode_again, r.decode)]
-    encode, decode = (statistics.median(t.get("graph", t["stream"])) for t in took)
-    return encode, decode
+def some(clock: Clock) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
+    for n in SIZES:
+        yield f"limits, n {n:,}", partial(limits, clock, n)
+        for name, (codec, settings) in SOME.items():
+            yield f"{name}, n {n:,}", partial(one_codec, clock, name, codec, settings, n)
 
 
-def compiled(bench: Bench, size: Size, gradient: Any) -> None:
-    """The baselines by torch.compile, which needs triton and a C compiler."""
-    import torch
-
-    from benchmarks.baselines import BASELINES, Baseline, Job
-
-    for codec in COMPILED:
-        if bench.late(f"compiled {codec}"):
-            return
-        r = Baseline(codec, Job(size.n, size.n // 100), [gradient], torch.zeros_like(gradient), 1)
-        plain = BASELINES[codec]
-        with bench.unit(f"compiled {codec}") as new:
-            if not new:
-                continue
-            try:
-                BASELINES[codec] = (torch.compile(plain[0], dynamic=True), plain[1])
-                bench.row(f"torch.compile, encode {codec}", size.n, r.encode, graph=False)
-            except Exception as e:  # what a compiler may raise has no bounds
-                bench.say(f"  torch.compile, {codec}: {type(e).__name__}: {str(e).splitlines()[0][:200]}")
-            finally:
-                BASELINES[codec] = plain
+def every(clock: Clock) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
+    """Also those that `some` has: what a first call said can be seen again."""
+    yield "limits", partial(limits, clock, N)
+    for codec in _core.codecs():
+        sparse = any(p["name"] == "density" for p in codec["parameters"])
+        name = codec["name"] + " 1 %" * sparse
+        settings = {"density": 0.01} if sparse else {}
+        if codec["cuda"]:
+            yield name, partial(one_codec, clock, name, codec["name"], settings, N)
+    yield "default", partial(one_codec, clock, "default", *SOME["default"], N)
 
 
-# ---- exchanges -----------------------------------------------------------------------------------
-
-
-class ExchangeSteps:
-    """All ranks of an exchange on this device, their messages moved by copies that are not timed."""
-
-    def __init__(self, clock: Clock, kind: str, codec: str, n: int, settings: dict[str, Any]) -> None:
-        import torch
-        from sidcomp import _core
-
-        memory = "compensation" if codec == "marsit" else "residual"
-        world = settings.pop("world", RANKS)
-        self.clock, self.ranks, self.buffers = clock, [], []
-        for r in range(world):
-            x = _core.Exchange(kind, codec, memory, n, "float32", r, world, settings)
-            gradient = torch.randn(n, device=clock.device)
-            blocks = [block(clock, b) for b in (x.state_bytes, x.cuda_work_bytes(), x.wire_bytes, 64)]
-            table = table_of(clock, gradient)
-            self.ranks.append((x, gradient, table, *blocks))
-            places = (b.data_ptr() for b in blocks[:3])
-            self.buffers.append(_core.DeviceBuffers(table.data_ptr(), 1, *places))
-
-    def advance(self, r: int, round: int) -> None:
-        x, *_, report = self.ranks[r]
-        x.cuda_advance(
-            round, self.buffers[r], step=0, seed=0, group=0, stats=0, report=report.data_ptr(), device=0,
-            stream=self.clock.stream(),
-        )  # fmt: skip
-
-    def move(self, round: int) -> None:
-        for r, (x, *_, wire, _) in enumerate(self.ranks):
-            for peer, at, size in x.messages(round, True):
-                other, *_, theirs, _ = self.ranks[peer]
-                start = next(m for m in other.messages(round, False) if m[0] == r)[1]
-                wire[at : at + size].copy_(theirs[start : start + size])
-
-    def reported(self) -> list[int]:
-        return [struct.unpack("<IIiI", bytes(report[:16].tolist()))[2] for *_, report in self.ranks]
-
-
-def exchanges(bench: Bench, n: int, limit: Limits) -> None:
-    """What rank 0 computes in each round of a step, to the end."""
-    for kind, codec in EXCHANGES:
-        if bench.late(f"{kind} of {codec}"):
-            return
-        with bench.unit(f"{kind} of {codec}, n {n:,}") as new:
-            if not new:
-                continue
-            settings = {"density": 0.01} if codec == "topk" else {}
-            steps = ExchangeSteps(bench.clock, kind, codec, n, settings | NODES.get(kind, {}))
-            rounds = steps.ranks[0][0].rounds
-            for round in range(rounds + 1):
-                for r in range(1, len(steps.ranks)):
-                    steps.advance(r, round)
-                what = f"{kind} of {codec}, {len(steps.ranks)} ranks, after {round} of {rounds} rounds"
-                bench.row(what, n, partial(steps.advance, 0, round), limit.add)
-                if round < rounds:
-                    steps.move(round)
-            assert not any(steps.reported()), f"{kind} of {codec} reports {steps.reported()}"
-            bench.clock.settle()
-
-
-def hops(bench: Bench, n: int, limit: Limits) -> None:
-    """A hop of Marsit's ring that merges a slice of which two votes have come: 4 bytes for each of the
-    slice's elements, where R += G moves 12."""
-    for world in (3, 8):
-        if bench.late(f"hop of ring1, {world} ranks"):
-            return
-        with bench.unit(f"hop of ring1, {world} ranks, n {n:,}") as new:
-            if not new:
-                continue
-            steps = ExchangeSteps(bench.clock, "ring1", "marsit", n, {"world": world})
-            for r in range(world):
-                steps.advance(r, 0)
-            bench.clock.settle()
-            steps.ranks[0][5].random_(0, 256)  # that it is no message changes nothing of the work
-            what = f"hop of ring1, {world} ranks"
-            bench.row(what, n, partial(steps.advance, 0, 2), limit.add / (24 * world))
-
-
-def measure(bench: Bench, sizes: tuple[Size, ...] = SIZES) -> None:
-    for size in sizes:
-        if bench.late(f"n {size.n:,}"):
-            return
-        if bench.clock.room() < 14 * 4 * size.n:
-            bench.say(f"  n {size.n:,}: left out, the device has no room for it")
-            continue
-        gradient = laplace(bench.clock, size.n)
-        limit = limits(bench, gradient)
-        codecs(bench, size, gradient, limit)
-        early(bench, size, gradient, limit)
-        if size.exchanges:
-            exchanges(bench, size.n, limit)
-            hops(bench, size.n, limit)
-        if size.compiled:
-            compiled(bench, size, gradient)
-        del gradient
-        bench.clock.settle()
-
-
-# ---- bytes, by a profiler --------------------------------------------------------------------------
-
-
-STEADY = 3  # encodes before the one that a profiler looks at: what a first step does differs
-
-
-COUNTED: dict[str, tuple[str, dict[str, Any]]] = {  # by the names that --once takes
-    "default": ("topk", FORMS["topk"][1]),
-    **{codec: (codec, {"density": 0.01}) for codec in ("topk", "sidco-e", "dgc")},
-    **{codec: (codec, {}) for codec in ("efsignsgd", "int8", "fp16")},
-}
-
-
-def once(name: str, n: int) -> None:
-    """An encode and a decode between the calls that start and stop a profiler."""
-    import torch
-
-    clock, (codec, settings) = GpuClock(), COUNTED[name]
-    rank = Rank(clock, codec, settings, laplace(clock, n))
-    for _ in range(STEADY):
+def once() -> None:
+    """An encode and a decode of each between the calls that start and stop a profiler."""
+    for name in COUNTED:
+        rank = Rank(*SOME[name], laplace(N))
+        for _ in range(STEADY):
+            rank.encode()
+        payloads = rank.gathered()
+        profile(True)
         rank.encode()
-    count = 1 if rank.plan.linear else WORLD
-    payloads = rank.payload[: rank.plan.payload_bytes].repeat(count)
-    clock.settle()
-    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-    rank.encode()
-    rank.decode(payloads, count)
-    clock.settle()
-    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+        rank.decode(payloads)
+        profile(False)
+        rank.check()
+
+
+def profile(on: bool) -> None:
+    if not EMULATED:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start() if on else torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+# ---- steps of a model --------------------------------------------------------------------------------------
+
+HIGH = ", high priority"  # of the side stream
+HOOKS: dict[str, dict[str, Any] | None] = {  # State's arguments; None: plain DDP, at both ends to see a drift
+    "plain DDP": None,
+    "default": {},
+    f"default{HIGH}": {},
+    "int8": {"codec": "int8"},
+    "topk 1 %": {"codec": "topk", "density": 0.01},
+    "plain DDP again": None,
+}
+WARM_STEPS, STEPS = (1, 3) if EMULATED else (8, 24)
+
+
+class Gpt(nn.Module):
+    """GPT-2 (Radford et al. 2019): layer norm comes first, the last layer's weights are the embedding's."""
+
+    def __init__(
+        self, layers: int = 12, width: int = 768, heads: int = 12, words: int = 50257, length: int = 1024
+    ) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True
+        )
+        self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device)
+        h = self.words(x) + self.places(torch.arange(length, device=x.device))
+        out: Tensor = F.linear(self.body(h, mask=mask, is_causal=True), self.words.weight)
+        return out
+
+
+def model_steps(name: str) -> Iterator[Row]:
+    """One rank: nothing is exchanged, so that what a hook adds to a step is its own work."""
+    import sidcomp
+
+    gc.collect()  # the model before
+    torch.manual_seed(0)
+    batch, length = (2, 16) if EMULATED else (8, 1024)
+    model = (Gpt(2, 32, 2, 99, length) if EMULATED else Gpt()).to(DEVICE)
+    x = torch.randint(99, (batch, length), device=DEVICE)
+    y = torch.randint(99, (batch * length,), device=DEVICE)
+    ddp = DistributedDataParallel(model, device_ids=None if EMULATED else [0])
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
+    os.environ["SIDCOMP_STREAM_PRIORITY"] = "-1" if name.endswith(HIGH) else "0"
+    arguments, state = HOOKS[name], None
+    if arguments is not None:
+        state = sidcomp.State(**arguments)
+        sidcomp.register(ddp, state)
+
+    def step() -> float:
+        begun = settled()
+        optimizer.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=not EMULATED):
+            loss = F.cross_entropy(ddp(x).flatten(0, -2).float(), y)
+        loss.backward()
+        optimizer.step()
+        return (settled() - begun) * 1e3
+
+    for _ in range(WARM_STEPS):
+        step()
+    took = quartiles([step() for _ in range(STEPS)])
+    mb = 0 if EMULATED else torch.cuda.memory_allocated() >> 20
+    yield {"what": f"a step, {name}", "n": sum(p.numel() for p in model.parameters()), "ms": took, "MB": mb}
+    if state is not None:
+        state.close()
+
+
+def settled() -> float:
+    """The time as soon as the device is idle."""
+    if not EMULATED:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--once", nargs=2, metavar=("CODEC", "N"))
-    chosen.add_argument("--journal", type=Path, metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=300.0, help="with --journal: begin nothing after")
-    parser.add_argument("--small", action="store_true", help="with --journal: a rehearsal on the emulation")
-    parser.add_argument("--first", action="store_true", help="with --journal: the rows that say most")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("some", "all", "steps", "once"))
+    parser.add_argument("--after", default="", help="begin behind this unit")
     args = parser.parse_args()
-    sys.path[:0] = [str(ROOT)] if args.small else [str(ROOT), str(ROOT / "python")]
-    if args.once:
-        once(args.once[0], int(args.once[1]))
-        return
-    deadline = time.monotonic() + args.seconds
-    sizes = FIRST if args.first else SIZES
-    if args.small:
-        sizes = (FIRST[0]._replace(n=SMALL[0].n),) if args.first else SMALL
-    clock = HostClock() if args.small else GpuClock()
-    measure(Bench(clock, deadline, partial(print, flush=True), Journal(args.journal)), sizes)
+    if args.what == "once":
+        once()
+    elif args.what == "steps":
+        with tempfile.TemporaryDirectory() as room:
+            store, backend = f"file://{room}/store", "gloo" if EMULATED else "nccl"
+            dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
+            run_units({name: partial(model_steps, name) for name in HOOKS}, args.after)
+            dist.destroy_process_group()
+    else:
+        run_units(dict((some if args.what == "some" else every)(Clock())), args.after)
+    sys.stdout.flush()
+    os._exit(0)  # Gloo's threads may outlive the interpreter
 
 
 if __name__ == "__main__":

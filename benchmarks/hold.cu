@@ -1,4 +1,4 @@
-/* What gpu_lean.py runs beside sidcomp's kernels: blocks that each take a whole multiprocessor for a while. Launched with as
+/* What gpu_kernels.py runs beside sidcomp's kernels: blocks that each take a whole multiprocessor for a while. Launched with as
  * much shared memory as a block may have, so that two of them never share one. */
 
 /* nanoseconds: how long. started: the number of blocks that run, which the host reads before it goes on. */

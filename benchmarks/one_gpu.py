@@ -1,17 +1,19 @@
 """The transports of a State on a GPU that several ranks share: the same bits? And what does the host pay?
 
-`check(world)` starts the ranks; gpu_check.py calls it. Each trains a small model of several groups with
-torch's transport, with NCCL called by sidcomp, and with NCCL called so that it starts no thread for each
-call, from the same start. Gathered payloads must give all ranks the same weights, whatever the
-transport, and so must sums of two ranks. The host's time is that of enqueueing a group's step
-(`_launch`), the device idle before each step; the median over groups and steps, of rank 0. While it
-enqueues, waiting for the device is an error (torch's sync debug mode), and nothing may be allocated. Ranks on
-one GPU take turns, so nothing is said of how long the exchange itself takes.
+    python benchmarks/one_gpu.py                # two ranks; gpu_check.py starts it (processes.py)
+
+Each rank trains a small model of several groups with torch's transport, and with NCCL called by sidcomp, from
+the same start. Gathered payloads must give all ranks the same weights, whatever the transport, and so must
+sums of two ranks. The host's time is that of enqueueing a group's step (`_launch`), the device idle before
+each step; the median over groups and steps, of rank 0. While it enqueues, waiting for the device is an error
+(torch's sync debug mode), and nothing may be allocated. Ranks on one GPU take turns, so nothing is said of
+how long the exchange itself takes.
 
 NCCL takes two ranks of a device for a mistake unless their hosts differ, so that each gets a name of its own;
 it then goes through sockets on the loopback.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -19,17 +21,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic, perf_counter_ns
+from time import perf_counter_ns
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.processes import end, start  # noqa: E402
+from benchmarks.processes import Row, end, run_units, start, tell  # noqa: E402
 
 CODECS = ("topk", "sidco-e", "int8", "efsignsgd", "fp16")
-BLOCKING = "blocking"  # native, but NCCL works in the calling thread (SIDCOMP_NCCL_BLOCKING)
-TRANSPORTS = ("torch", "native", BLOCKING)
+TRANSPORTS = ("torch", "native")
 STEPS, WARM = 15, 3
 LIMIT = 150.0  # seconds of all ranks
 NCCL = {
@@ -40,57 +43,62 @@ NCCL = {
 }  # fmt: skip
 
 
-def check(
-    world: int,
-    emulated: bool = False,
-    steps: int = STEPS,
-    limit: float = LIMIT,
-    more: dict[str, str] | None = None,
-) -> dict[str, Any]:
-    """{"rows": for each codec, host time in us by transport; "wrong": what differs, [] if all is well}.
-    limit: seconds of all ranks. more: of the ranks' environment."""
+def check(world: int, steps: int = STEPS, limit: float = LIMIT) -> Iterator[Row]:
+    """For each codec, as soon as all ranks have trained with it: {"what", host time in us by transport,
+    "wrong": what differs, "" if all is well}. limit: seconds of all ranks."""
     with tempfile.TemporaryDirectory() as room:
-        command = [sys.executable, __file__]
         outputs = [Path(room) / f"rank-{r}" for r in range(world)]
-        ranks = []
-        for r, output in enumerate(outputs):
-            arguments = str(r), str(world), f"{room}/store", str(int(emulated)), str(steps)
-            with output.open("wb") as file:
-                env = NCCL | {"NCCL_HOSTID": f"sidcomp-{r}"} | (more or {})
-                ranks.append(start([*command, *arguments], file, **env))
+        ranks: list[subprocess.Popen[bytes]] = []
         try:
-            until = monotonic() + limit
-            for p in ranks:
-                p.wait(max(0.0, until - monotonic()))
-        except subprocess.TimeoutExpired:
-            return {"rows": [], "wrong": [f"{world} ranks were not done within {limit:.0f} s"]}
+            for r, output in enumerate(outputs):
+                arguments = "--rank", str(r), "--world", str(world), "--store", f"{room}/store"
+                with output.open("wb") as file:
+                    command = [sys.executable, __file__, *arguments, "--steps", str(steps)]
+                    ranks.append(start(command, file, **NCCL, NCCL_HOSTID=f"sidcomp-{r}"))
+            yield from follow(ranks, outputs, time.monotonic() + limit)
         finally:
             for p in ranks:
                 end(p)
+
+
+def follow(ranks: list["subprocess.Popen[bytes]"], outputs: list[Path], until: float) -> Iterator[Row]:
+    done = 0
+    while True:
+        over = all(p.poll() is not None for p in ranks)
         texts = [output.read_text(errors="replace") for output in outputs]
-    wrong = [
-        f"rank {r} ended with {p.returncode}: {text[-1500:]}"
-        for r, (p, text) in enumerate(zip(ranks, texts, strict=True))
-        if p.returncode
-    ]
-    if wrong:
-        return {"rows": [], "wrong": wrong}
-    return compare([json.loads(t.strip().splitlines()[-1]) for t in texts])
+        told = [
+            [json.loads(x) for x in t.splitlines(True) if x[:9] == '{"codec":' and x[-1] == "\n"]
+            for t in texts
+        ]
+        for of in list(zip(*told, strict=False))[done:]:
+            yield compare(list(of))
+            done += 1
+        failed = [r for r, p in enumerate(ranks) if p.poll()]
+        if failed or over or time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    what = f"{len(ranks)} ranks"
+    for r in failed:
+        yield {
+            "what": what,
+            "wrong": f"rank {r} ended with {ranks[r].returncode}: {texts[r].strip()[-1500:]}",
+        }
+    if not failed and not over:
+        yield {"what": what, "wrong": "they were not done in time"}
 
 
-def compare(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    rows, wrong = [], []
-    for codec in ranks[0]:
-        for transport in ranks[0][codec]:
-            if len({r[codec][transport]["weights"] for r in ranks}) > 1:
-                wrong.append(f"{codec} over {transport}: the ranks have different weights")
-            if grown := max(r[codec][transport]["allocations"] for r in ranks):
-                wrong.append(f"{codec} over {transport}: {grown} allocations after the first steps")
-        of = ranks[0][codec]
-        if len({x["weights"] for x in of.values()}) > 1 and not (of["torch"]["sums"] and len(ranks) > 2):
-            wrong.append(f"{codec}: the transports give different weights")
-        rows.append({"codec": codec, **{f"{transport} us": x["host us"] for transport, x in of.items()}})
-    return {"rows": rows, "wrong": wrong}
+def compare(ranks: list[dict[str, Any]]) -> Row:
+    """ranks: what each has told of one codec."""
+    of, codec, wrong = ranks[0]["transports"], ranks[0]["codec"], []
+    for transport in of:
+        if len({r["transports"][transport]["weights"] for r in ranks}) > 1:
+            wrong.append(f"the ranks have different weights over {transport}")
+        if grown := max(r["transports"][transport]["allocations"] for r in ranks):
+            wrong.append(f"{grown} allocations over {transport} after the first steps")
+    if len({x["weights"] for x in of.values()}) > 1 and not (of["torch"]["sums"] and len(ranks) > 2):
+        wrong.append("the transports give different weights")
+    host = {f"{transport} us": x["host us"] for transport, x in of.items()}
+    return {"what": f"{codec}, {len(ranks)} ranks", **host, "wrong": "; ".join(wrong)}
 
 
 def train(rank: int, codec: str, transport: str, emulated: bool, steps: int) -> dict[str, Any]:
@@ -106,9 +114,7 @@ def train(rank: int, codec: str, transport: str, emulated: bool, steps: int) -> 
         model, device_ids=None if emulated else [0], bucket_cap_mb=4 * width * width / 2**20
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    # Read where the communicator is made, in the first step.
-    os.environ["SIDCOMP_NCCL_BLOCKING"] = str(int(transport == BLOCKING))
-    state = sidcomp.State(codec, transport="torch" if transport == "torch" else "native")
+    state = sidcomp.State(codec, transport=transport)
     if emulated:
         from emulated import emulate
 
@@ -167,25 +173,32 @@ def allocations(emulated: bool) -> int:
 
 
 def main() -> None:
-    store = sys.argv[3]
-    rank, world, emulated, steps = (int(sys.argv[i]) for i in (1, 2, 4, 5))
-    if not emulated:
-        sys.path.insert(0, str(ROOT / "python"))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--rank", type=int, help="of one of its own processes; --store: where they meet")
+    parser.add_argument("--store", default="")
+    parser.add_argument("--after", default="", help="what gpu_check.py says behind a unit that failed")
+    args = parser.parse_args()
+    if args.rank is None:
+        run_units({f"{args.world} ranks": lambda: check(args.world, args.steps)}, args.after)
+        return
     import gc
 
     import torch
     import torch.distributed as dist
+    from sidcomp import _core
 
+    emulated = _core.cuda_archs == "emulated"
     if not emulated:
         torch.cuda.set_device(0)
-    dist.init_process_group(
-        "gloo" if emulated else "nccl", init_method=f"file://{store}", rank=rank, world_size=world
-    )
-    out = {c: {t: train(rank, c, t, bool(emulated), steps) for t in TRANSPORTS} for c in CODECS}
+    backend, store = "gloo" if emulated else "nccl", f"file://{args.store}"
+    dist.init_process_group(backend, init_method=store, rank=args.rank, world_size=args.world)
+    for c in CODECS:
+        tell(codec=c, transports={t: train(args.rank, c, t, emulated, args.steps) for t in TRANSPORTS})
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    print(json.dumps(out), flush=True)
     os._exit(0)  # Gloo's threads may outlive the interpreter
 
 

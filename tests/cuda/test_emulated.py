@@ -17,9 +17,6 @@ from typing import IO
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from benchmarks.gpu_check import link_package  # noqa: E402
-
 OUT = ROOT / "build" / "emulated"
 TOOLS = [os.environ.get("MAKE") or "make", os.environ.get("CXX") or "c++"]
 
@@ -51,6 +48,17 @@ WATCHED = (
     "-fsanitize=thread -g1 -fno-tree-loop-im -fno-tree-loop-optimize -fno-hoist-adjacent-loads "
     "-fno-code-hoisting"
 )
+
+
+def link_package(folder: Path) -> Path:
+    """The Python files of the package in that folder, by links, without an extension. Returns where."""
+    package, ours = folder / "sidcomp", ROOT / "python" / "sidcomp"
+    package.mkdir(parents=True, exist_ok=True)
+    for source in [*ours.glob("*.py"), *(p.parent for p in ours.glob("*/__init__.py"))]:
+        link = package / source.name
+        if not link.is_symlink():
+            link.symlink_to(os.path.relpath(source, package))
+    return package
 
 
 def build(watched: bool = False) -> Path:

@@ -1,14 +1,13 @@
-"""What `make gpu-check` does where there is a GPU, as far as it can be tried without one.
+"""The schedule of benchmarks/gpu_check.py, as far as it can be tried without a GPU.
 
-The kernels' rows are made on the emulation of tests/cuda, by a clock that only calls (test_emulated.py); the
-models' steps on the CPU; reports from figures made up here.
+Small scripts stand in for what measures. On the emulation of tests/cuda, where test_emulated.py runs this
+file too, the real processes run, in small.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -22,248 +21,165 @@ from sidcomp import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks import gpu_check, gpu_device, gpu_lean, gpu_report, gpu_time, processes  # noqa: E402
+from benchmarks import gpu_check, gpu_kernels, processes  # noqa: E402
+from benchmarks.gpu_check import Call, Task  # noqa: E402
 
 torch = pytest.importorskip("torch")
 emulated = pytest.mark.skipif(_core.cuda_archs != "emulated", reason="the device is the CPU emulation")
 
-
-class StillClock:
-    """Calls, and says that it took so many microseconds."""
-
-    device = "cpu"
-
-    def __init__(self) -> None:
-        self.free = 1 << 40
-
-    def stream(self) -> int:
-        return 0
-
-    def measure(self, call: gpu_time.Call, n: int, graph: bool) -> gpu_time.Times:
-        call()
-        call()
-        return {"stream": [3.0, 4.0, 5.0], **({"graph": [1.0, 2.0, 3.0]} if graph else {})}
-
-    def room(self) -> int:
-        return self.free
-
-    def settle(self) -> None:
-        pass
+# ---- the schedule ------------------------------------------------------------------------------------------
 
 
-def bench_of(seconds: float = 1e6) -> tuple[gpu_time.Bench, list[str]]:
-    said: list[str] = []
-    return gpu_time.Bench(StillClock(), time.monotonic() + seconds, said.append), said
+def test_times_add_up() -> None:
+    """The calls, the seconds for the last process to end, and the two starts are within fifteen minutes."""
+    assert sum(gpu_check.LIMITS.values()) + 2 * 100 <= 900
+    for number, parts in gpu_check.SCHEDULE.items():
+        ends = list(parts.values())
+        assert ends == sorted(set(ends)) and ends[-1] + 5 <= gpu_check.LIMITS[number]
+        assert set(parts) <= set(gpu_check.PARTS)
+        assert gpu_check.plan(number, []) == parts
+        for part, stuck in gpu_check.STUCK.items():
+            if part in parts:
+                before = ([0, *ends])[list(parts).index(part)]
+                assert stuck <= parts[part] - before, f"{part}: what hangs is noticed within the part"
+    first = list(gpu_check.SCHEDULE[1])
+    assert first[:4] == ["facts", "codecs", "launches", "times"], "bits, then launches, then speed"
 
 
-@emulated
-def test_every_kernel_has_its_rows() -> None:
-    """Encode and decode of every codec, its form and baselines; every round of the exchanges."""
-    bench, said = bench_of()
-    gpu_time.measure(bench, (gpu_time.Size(3000, True, True, False, True),))
-    names = [r["what"] for r in bench.rows]
-    assert len(names) == len(set(names)) and not [line for line in said if "left out" in line]
-    for codec in _core.codecs():
-        own = [r for r in bench.rows if r["what"].split()[:2] == ["encode", codec["name"]]]
-        densities = len(gpu_time.DENSITIES) if codec["name"] in gpu_time.SOME else 1
-        has = any(p["name"] == "density" for p in codec["parameters"])
-        wanted = (densities if has else 1) + len(gpu_time.FORMS.get(codec["name"], []))
-        assert len(own) == (wanted if codec["cuda"] else 0), codec["name"]
-        assert all(r["x limit"] == 1.0 for r in own)
-    from benchmarks.baselines import BASELINES
-
-    beside = {r["what"].split()[1] for r in bench.rows if "torch us" in r}
-    assert beside == {c["name"] for c in _core.codecs() if c["cuda"]} & set(BASELINES)
-    one = next(r for r in bench.rows if r["what"] == "decode topk density=0.01 of 8")
-    assert one["torch us"] == 16.0 and one["x faster"] == 8.0, "as many payloads as ours"
-    for kind, codec_name in gpu_time.EXCHANGES:
-        rows = [n for n in names if n.startswith(f"{kind} of {codec_name},")]
-        assert len(rows) == int(rows[0].split()[-2]) + 1
-    assert sum("hop of ring1" in n for n in names) == 2
-    assert sum(n.startswith("early: ") for n in names) == 2 * len(gpu_time.EARLY)
+def test_some_parts_keep_their_length() -> None:
+    assert gpu_check.plan(1, ["launches", "ranks"]) == {"launches": 20, "ranks": 80}
 
 
-def rows_of(journal: gpu_time.Journal) -> dict[str, set[tuple[str, int]]]:
-    """The rows of each unit; "" for those outside of any."""
-    found: dict[str, set[tuple[str, int]]] = {"": set()}
-    unit = ""
-    for entry in journal.entries:
-        unit = entry.get("begin", "" if "end" in entry else unit)
-        if "row" in entry:
-            found.setdefault(unit, set()).add((entry["row"]["what"], entry["row"]["n"]))
-    return found
+# ---- processes ---------------------------------------------------------------------------------------------
 
-
-@emulated
-def test_what_was_measured_before_a_process_ended_is_there(tmp_path: Path) -> None:
-    """Four processes are ended at random places. The fifth measures the rest."""
-    sizes = (gpu_time.Size(3000, False, False, False, True),)
-    draw = random.Random(7)
-
-    class Ending(StillClock):
-        left = 10**6
-
-        def measure(self, call: gpu_time.Call, n: int, graph: bool) -> gpu_time.Times:
-            self.left -= 1
-            if self.left < 0:
-                raise KeyboardInterrupt
-            return super().measure(call, n, graph)
-
-    def process(journal: gpu_time.Journal, left: int) -> None:
-        clock = Ending()
-        clock.left = left
-        gpu_time.measure(gpu_time.Bench(clock, time.monotonic() + 1e6, lambda _: None, journal), sizes)
-
-    process(gpu_time.Journal(tmp_path / "whole"), 10**6)
-    expected = rows_of(gpu_time.Journal(tmp_path / "whole"))
-    kept = tmp_path / "kept"
-    for _ in range(4):
-        with pytest.raises(KeyboardInterrupt):
-            process(gpu_time.Journal(kept), draw.randrange(8, 20))
-        journal = gpu_time.Journal(kept)
-        assert journal.open is not None
-        journal.add(failed=journal.open, why="ended")
-    process(gpu_time.Journal(kept), 10**6)
-    journal = gpu_time.Journal(kept)
-    names = [(r["what"], r["n"]) for r in journal.all("row")]
-    assert len(names) == len(set(names)) and len(journal.all("failed")) == 4
-    for unit, rows in expected.items():
-        assert rows <= set(names) or unit in journal.all("failed")
-
-
-@emulated
-def test_time_and_room_may_run_out() -> None:
-    bench, said = bench_of(-1)
-    gpu_time.measure(bench)
-    assert bench.rows == [] and len(said) == 1 and "left out" in said[0]
-    bench, said = bench_of()
-    assert isinstance(bench.clock, StillClock)
-    bench.clock.free = 1000
-    gpu_time.measure(bench, (gpu_time.SIZES[0],))
-    assert bench.rows == [] and "no room" in said[0]
-
-
-@pytest.mark.skipif(_core.cuda_archs == "emulated", reason="has nothing of the device")
-def test_steps_of_models() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_model.py"), "--device", "cpu", "--small"]
-    path = f"{Path(_core.__file__).parent.parent}:{ROOT}"
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"model"')]
-    from benchmarks.gpu_model import HOOKS, Gpt, resnet
-
-    assert [(r["model"], r["hook"]) for r in rows] == [(m, h) for m in ("resnet-50", "gpt-2") for h in HOOKS]
-    assert all(r["ms"][1] <= r["ms"][0] <= r["ms"][2] for r in rows)
-    with torch.device("meta"):
-        sizes = [sum(p.numel() for p in m.parameters()) for m in (resnet(), Gpt())]
-    assert sizes == [25_557_032, 124_439_808], "the papers' models"
-
-
-def rehearse(out: Path, part: int | str) -> str:
-    """A call of gpu-check, or one of its parts, on the emulation in small."""
-    package = Path(_core.__file__).parent.parent
-    which = "--part" if isinstance(part, int) else "--only"
-    command = [
-        sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), which, str(part), "--out", str(out),
-        "--rehearse", str(package),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=os.environ | {"SHARE": "400", "TURN": "0"}
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout
-
-
-@emulated
-@pytest.mark.slow
-def test_a_rehearsal_that_is_killed_in_every_part(tmp_path: Path) -> None:
-    """Each part is killed at a random moment, and called again: what was measured before is still there."""
-    draw = random.Random(os.environ.get("SID_EMULATED_SEED", "1"))
-
-    def kept() -> dict[str, Any]:
-        results = list(tmp_path.glob("*.json"))
-        assert len(results) < 2 and not list(tmp_path.glob("*.part"))
-        return json.loads(results[0].read_text()) if results else {}
-
-    def logs() -> dict[str, str]:
-        return {p.name: p.read_text() for p in tmp_path.glob("gpu-check-*.log")}
-
-    def measured(part: str) -> dict[tuple[str, int], Any]:
-        journal = gpu_time.Journal(tmp_path / f"gpu-check-{part}.jsonl")
-        return {(r["what"], r["n"]): r for r in journal.all("row")}
-
-    def journals() -> list[int]:
-        return [p.stat().st_size for p in sorted(tmp_path.glob("gpu-check-*.jsonl"))]
-
-    for call, names in enumerate(gpu_check.CALLS, 1):
-        before, inside = kept(), draw.choice(names)
-        timed = inside in gpu_check.TIMED  # until something is measured, and a little more
-
-        def reached(inside: str = inside, timed: bool = timed) -> bool:
-            if timed:
-                return bool(measured(inside))
-            done = any(f'"{inside}":' in p.read_text() for p in tmp_path.glob("none-*.json"))
-            return done or (tmp_path / f"gpu-check-{inside}.log").exists()
-
-        rehearse_until(tmp_path, call, reached, draw.uniform(0, 3 if timed else 10))
-        middle = kept()
-        assert {k: v for k, v in middle.items() if k in before} == before
-        time.sleep(1)
-        seen = logs(), journals()
-        time.sleep(2)
-        assert seen == (logs(), journals()), "a process lives on"
-        assert set(names) & set(middle) or len(logs()) == 1, "the part in which it was has left nothing"
-        rows = {part: measured(part) for part in gpu_check.TIMED}
-        if logs():
-            (lost,) = (name.removeprefix("gpu-check-").removesuffix(".log") for name in logs())
-            rehearse(tmp_path, "bytes")
-            assert set(kept().get("killed", {})) == {lost} - {"bytes", *gpu_check.TIMED} and not logs()
-        said = rehearse(tmp_path, call)
-        after = kept()
-        others = {k: v for k, v in middle.items() if k not in (*names, "bytes", "killed")}
-        assert {k: v for k, v in after.items() if k in others} == others
-        assert set(names) <= set(after) and "all went well" in said
-        assert "killed" not in after and not logs() and not journals()
-        for part in set(names) & set(gpu_check.TIMED):
-            found = {(r["what"], r["n"]): r for r in after[part]}
-            assert found and not [r for r in after[part] if "failed" in r]
-            assert all(found[k] == r for k, r in rows[part].items())
-            assert not rows[part] or f"{part}: {len(rows[part])} rows were measured before" in said
-
-
-def rehearse_until(out: Path, part: int, reached: Callable[[], bool], more: float) -> None:
-    """Kills it `more` seconds after something has come about."""
-    package = Path(_core.__file__).parent.parent
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--part", str(part)]
-    process = subprocess.Popen(
-        [*command, "--out", str(out), "--rehearse", str(package)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"SHARE": "400", "TURN": "0"},
-    )
-    end = time.monotonic() + 500
-    while not reached():
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.1)
-    time.sleep(more)
-    process.kill()
-    process.wait()
-
-
-STARTS = """
-import subprocess, sys, time
+WORKER = """
+import os, sys, time
 sys.path.insert(0, {root!r})
-from benchmarks import processes
-below = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
-processes.start([sys.executable, "-c", below], None)
-time.sleep(600)
+from benchmarks.processes import run_units
+def unit(name):
+    yield {{"what": name}}
+    if "hangs" in name:
+        time.sleep(600)
+    if "dies" in name:
+        print("no more", flush=True)
+        os.abort()
+def main(names):
+    after = sys.argv[sys.argv.index("--after") + 1] if "--after" in sys.argv else ""
+    run_units({{name: (lambda name=name: unit(name)) for name in names}}, after)
 """
+Worker = Callable[..., Task]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    """A Task whose process has these units: each tells a row, and then may hang or die."""
+
+    def made(*units: str, before: str = "", behind: str = "", **more: str) -> Task:
+        script = tmp_path / f"worker-{len(list(tmp_path.glob('worker-*')))}.py"
+        script.write_text(f"{WORKER.format(root=str(ROOT))}\n{before}\nmain({units!r})\n{behind}\n")
+        return Task([sys.executable, str(script)], **more)
+
+    return made
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    monkeypatch.setitem(gpu_check.STUCK, "codecs", 1e6)
+    made = Call(1, tmp_path / "out")
+    made.part = "codecs"
+    return made
+
+
+def jump(call: Call, reached: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call's clock is far ahead as long as something is the case: no test hopes that it waits
+    long enough."""
+    real = call.now
+    monkeypatch.setattr(call, "now", lambda: real() + (1e5 if reached() else 0))
+
+
+def recorded(out: Path, number: int = 1) -> list[dict[str, Any]]:
+    lines = (out / f"lease-{number}.jsonl").read_text().splitlines(True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def whats(call: Call) -> list[str]:
+    return [row["what"] for row in gpu_check.rows_of(recorded(call.record.parent)) if "wrong" not in row]
+
+
+def test_what_hangs_or_dies_costs_its_own_unit(
+    call: Call, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, and the next process goes on behind it, once for each."""
+    monkeypatch.setitem(gpu_check.STUCK, "codecs", 1e4)
+    jump(call, lambda: call.entries and call.entries[-1].get("row") == {"what": "hangs"}, monkeypatch)
+    units = "first", "hangs", "second", "dies", "third"
+    gpu_check.follow(call, [worker(*units)], 1e6)
+    assert whats(call) == list(units)
+    hung, died = ((r["what"], r["wrong"]) for r in call.wrong())
+    assert hung == ("hangs", "hung for 10000 s") and died == ("dies", "ended with status -6: no more")
+    begun = [e["begin"] for e in recorded(call.record.parent) if "begin" in e]
+    assert begun == list(units), "none ran twice"
+
+
+@pytest.mark.parametrize("before, status", [("os._exit(3)", 3), ("sys.exit(0)", 0)])
+def test_what_ends_before_its_first_unit_is_not_started_again(
+    before: str, status: int, call: Call, worker: Worker
+) -> None:
+    gpu_check.follow(call, [worker("first", before=before, name="case")], 1e6)
+    assert call.wrong() == [{"what": "case, before the first", "wrong": f"ended with status {status}"}]
+
+
+def test_what_ends_badly_behind_its_last_unit_is_wrong(call: Call, worker: Worker) -> None:
+    gpu_check.follow(call, [worker("first", behind="os._exit(99)")], 1e6)
+    assert call.wrong() == [{"what": "behind the last", "wrong": "ended with status 99"}]
+
+
+def test_a_part_that_runs_over_its_end_is_killed(
+    call: Call, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has measured is there, and what it has not is named. A grandchild, which would hold the device,
+    ends too. Nothing begins behind the end."""
+    of = tmp_path / "process"
+    below = f"""
+import subprocess
+open({str(of)!r}, "w").write(str(subprocess.Popen(["sleep", "600"]).pid))"""
+    tasks = [worker("first", "hangs", "second", before=below), worker("other", name="late")]
+    jump(call, lambda: len(gpu_check.rows_of(call.entries)) == 2, monkeypatch)
+    gpu_check.follow(call, tasks, 9e4)
+    assert call.now() >= 9e4 and whats(call) == ["first", "hangs"] and not call.wrong()
+    assert [e["cut"] for e in recorded(call.record.parent) if "cut" in e] == [
+        ["hangs", "second"], ["late: ", "all of it"]
+    ]  # fmt: skip
+    assert gone(int(of.read_text()))
+    gpu_check.follow(call, [worker("third")], call.now() - 1)
+    assert "third" not in whats(call)
+
+
+def test_so_many_run_at_once(call: Call, worker: Worker, tmp_path: Path) -> None:
+    """Never more. The first ones wait until as many have begun."""
+    begun, here = tmp_path / "begun", tmp_path / "here"
+    begun.mkdir()
+    here.mkdir()
+    counts = f"""
+from pathlib import Path
+begun, here = (Path(p) / str(os.getpid()) for p in ({str(begun)!r}, {str(here)!r}))
+here.touch()
+print("there are", len(list(here.parent.iterdir())), flush=True)
+begun.touch()
+while len(list(begun.parent.iterdir())) < 4:
+    time.sleep(0.01)
+"""
+    tasks = [worker("x", before=counts, behind="here.unlink()") for _ in range(6)]
+    gpu_check.follow(call, tasks, 1e6, at_once=4)
+    seen = [int(e["said"].split()[-1]) for e in recorded(call.record.parent) if "said" in e]
+    assert max(seen) <= 4 and len(whats(call)) == 6 and not call.wrong()
+
+
+def test_what_a_sanitizer_finds_is_of_the_unit_in_which_it_was(call: Call, worker: Worker) -> None:
+    line = "========= Error: Race reported between Write access and Read access"
+    task = worker("first", before=f"print({line!r}, flush=True)", finds=gpu_check.FINDING)
+    gpu_check.follow(call, [task], 1e6)
+    assert [r["wrong"] for r in call.wrong()] == [line.strip("= ")]
 
 
 def lives(pid: int) -> bool:
@@ -273,18 +189,201 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_what_a_command_has_started_ends_if_gpu_check_is_killed() -> None:
-    """Such as the program under a sanitizer, which would hold the device."""
-    check = subprocess.Popen([sys.executable, "-c", STARTS.format(root=str(ROOT))], stdout=subprocess.PIPE)
-    assert check.stdout is not None
-    below = int(check.stdout.readline())
-    assert lives(below)
+def gone(pid: int) -> bool:
+    """A killed process may not have had its turn yet."""
+    until = time.monotonic() + 60
+    while lives(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not lives(pid)
+
+
+KILLED = """
+import sys
+sys.path.insert(0, {root!r})
+from benchmarks import gpu_check
+def run_codecs(call, until):
+    gpu_check.follow(call, [gpu_check.Task([sys.executable, {script!r}])], until)
+gpu_check.PARTS["codecs"] = run_codecs
+sys.argv = ["gpu-check", "--lease", "1", "--prebuilt", "--only", "codecs", "--out", {out!r}]
+sys.exit(gpu_check.main())
+"""
+
+
+def test_what_was_measured_is_there_if_gpu_check_is_killed(worker: Worker, tmp_path: Path) -> None:
+    """Row by row; a report can be had of it, and all that it has started ends."""
+    of, out = tmp_path / "process", tmp_path / "out"
+    script = worker("first", "hangs", before=f"open({str(of)!r}, 'w').write(str(os.getpid()))").command[1]
+    code = KILLED.format(root=str(ROOT), script=script, out=str(out))
+    check = subprocess.Popen([sys.executable, "-c", code])
+    until = time.monotonic() + 60
+    while not (out.exists() and len(gpu_check.rows_of(recorded(out))) == 2) and time.monotonic() < until:
+        time.sleep(0.05)
     check.kill()
     check.wait()
-    until = time.monotonic() + 60
-    while lives(below) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not lives(below)
+    assert [r["what"] for r in gpu_check.rows_of(recorded(out))] == ["first", "hangs"]
+    assert gone(int(of.read_text()))
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu_check.py"),
+        "--report",
+        str(out / "lease-1.jsonl"),
+    ]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "## codecs, killed" in report and "| first |" in report
+
+
+def test_a_line_that_was_cut_is_no_row(call: Call, tmp_path: Path) -> None:
+    call.row({"what": "x"})
+    with call.record.open("a") as file:
+        file.write('{"s": 1, "part": "codecs", "row": {"what": "y"}}')
+    assert whats(call) == ["x"]
+
+
+# ---- parts -------------------------------------------------------------------------------------------------
+
+
+def stand_ins(monkeypatch: pytest.MonkeyPatch, rows: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Parts that only give rows. Returns the names of those that have run."""
+    ran: list[str] = []
+
+    def part(call: Call, until: float) -> None:
+        ran.append(call.part)
+        for row in rows.get(call.part, [{"what": call.part}]):
+            call.row(row)
+
+    rows.setdefault("facts", [{"what": "sidcomp", "is": "1 9.0"}])
+    for name in gpu_check.PARTS:
+        monkeypatch.setitem(gpu_check.PARTS, name, part)
+    return ran
+
+
+def test_a_call_runs_its_parts_and_writes_after_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = stand_ins(monkeypatch, {})
+    real, seen = Call.write, []
+
+    def write(call: Call) -> None:
+        real(call)
+        seen.append((call.part, f"## {call.part}" in call.report.read_text()))
+
+    monkeypatch.setattr(Call, "write", write)
+    for number in (1, 2):
+        parts = list(gpu_check.SCHEDULE[number])
+        assert gpu_check.run(Call(number, tmp_path), gpu_check.plan(number, [])) == 0
+        assert ran == parts and seen == [(part, True) for part in parts]
+        ran.clear()
+        seen.clear()
+    files = list(tmp_path.rglob("*"))
+    assert len(files) <= 7 and all(f.is_file() for f in files)
+
+
+@pytest.mark.parametrize("count, goes_on", [(5, True), (6, False)])
+def test_with_many_wrong_codecs_nothing_is_asked_behind_the_times(
+    count: int, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = [{"what": f"c{i}", "wrong": "byte 3"} for i in range(count)]
+    ran = stand_ins(monkeypatch, {"codecs": [*wrong, {"what": "good", "wrong": ""}]})
+    assert gpu_check.run(Call(1, tmp_path), gpu_check.plan(1, [])) == 1
+    assert ran[-1] == ("racecheck" if goes_on else "times")
+
+
+@pytest.mark.parametrize(
+    "rows, status",
+    [
+        ([{"what": "sidcomp", "is": "0 9.0 no driver"}], gpu_check.NO_GPU),
+        ([{"what": "sidcomp", "is": ""}, {"what": "the build", "wrong": "does not load"}], 1),
+    ],
+)
+def test_what_the_facts_may_end(
+    rows: list[dict[str, Any]], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = stand_ins(monkeypatch, {"facts": rows})
+    assert gpu_check.run(Call(1, tmp_path), gpu_check.plan(1, [])) == status and ran == ["facts"]
+
+
+def test_facts_without_a_gpu(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real ones: the build loads and says that there is no device, or is the emulation's."""
+    call.part = "facts"
+    call.env["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(_core.__file__).parent.parent), call.env["PYTHONPATH"]]
+    )
+    gpu_check.run_facts(call, 1e6)
+    facts = {r["what"]: r.get("is") for r in gpu_check.rows_of(call.entries)}
+    assert facts["sidcomp"] and "the build" not in facts and facts["pytest"] == "yes"
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    gpu_check.run_facts(call, 1e6)
+    assert "does not load" in call.wrong()[-1]["wrong"]
+
+
+def test_results_of_another_call_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["gpu-check", "--lease", "1", "--prebuilt", "--out", str(tmp_path)]
+    (tmp_path / "lease-1.jsonl").write_text("kept")
+    for arguments, said in (
+        (command, "is there already"),
+        ([*command, "--only", "nosuch"], "call 1 has facts, codecs, launches"),
+        (command[:1], "--lease 1 or --lease 2"),
+    ):
+        with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as m:
+            m.setattr(sys, "argv", arguments)
+            gpu_check.main()
+        assert said in capsys.readouterr().err
+    assert (tmp_path / "lease-1.jsonl").read_text() == "kept"
+
+
+def test_a_report_has_times_beside_their_limits() -> None:
+    times = [
+        {"what": "limit: R += G", "n": 1000, "graph us": [2.0, 1.0, 3.0]},
+        {"what": "encode topk", "n": 1000, "graph us": [3.0, 1.0, 4.0]},
+        {"what": "encode topk", "n": 99, "graph us": [3.0, 1.0, 4.0]},
+    ]
+    entries: list[dict[str, Any]] = [{"part": "times", "row": row} for row in times]
+    entries += [{"part": "times", "cut": ["int8"]}, {"part": "times", "over": 7.0}]
+    text = gpu_check.text_of(1, entries)
+    for words in ("## times, 7 s", "| encode topk | 1,000 | 3.0 [1.0, 4.0] | 1.50 |", "Cut: int8."):
+        assert words in text
+
+
+NCU = """==PROF== Connected to process 7
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Metric Name","Metric Unit","Metric Value"
+"0","7","python","h","void sid_pass_kernel<sid_memory1, topk>(sid_group)","1","7","dram__bytes_read.sum","byte","204,800,000"
+"0","7","python","h","void sid_pass_kernel<sid_memory1, topk>(sid_group)","1","7","gpu__time_duration.sum","ns","100"
+"1","7","python","h","sid_finish_kernel(sid_end)","1","7","dram__bytes_read.sum","byte","5"
+==PROF== Disconnected
+"""  # noqa: E501
+
+
+def test_what_ncu_counts() -> None:
+    first, second = gpu_check.counted(NCU.splitlines())
+    assert first.pop("what") == "sid_pass_kernel<sid_memory1, topk>"
+    assert first == {"dram__bytes_read": 204_800_000.0, "gpu__time_duration": 100.0}
+    assert second == {"what": "sid_finish_kernel", "dram__bytes_read": 5.0}
+    assert gpu_check.counted(["==ERROR== ERR_NVGPUCTRPERM"]) == []
+
+
+PYTEST = """
+tests/cuda/test_cuda.py::test_a[x-1] PASSED [ 10%]
+[gw1] [ 20%] PASSED tests/cuda/test_cuda.py::test_a[y-2]
+[gw0] [ 30%] FAILED tests/cuda/test_cuda.py::test_b[z]
+FAILED tests/cuda/test_cuda.py::test_b[z] - AssertionError: byte 3
+"""
+
+
+def test_tests_that_are_cut_count_as_far_as_they_came(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = f"import time; print({PYTEST!r}, flush=True); time.sleep(600)"
+    call.part = "tests"
+    real = gpu_check.listen
+
+    def listen(call: Call, commands: dict[str, list[str]], *more: Any) -> dict[str, int]:
+        return real(call, {"pytest": [sys.executable, "-c", code]}, *more)
+
+    monkeypatch.setattr(gpu_check, "listen", listen)
+    jump(call, lambda: any("byte 3" in e.get("said", "") for e in call.entries), monkeypatch)
+    gpu_check.run_tests(call, 9e4)
+    assert [r["what"] for r in call.wrong()] == ["tests/cuda/test_cuda.py::test_b[z]"]
+    (counts,) = (r["is"] for r in gpu_check.rows_of(call.entries) if "is" in r)
+    assert counts.startswith("2 passed, ") and counts.endswith("; cut")
+
+
+# ---- the guard ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -311,319 +410,85 @@ def test_a_command_under_the_guard_can_be_interrupted(tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_journal_whose_last_line_was_cut(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    gpu_time.Journal(path).add(begin="first")
-    with path.open("a") as file:
-        file.write('{"row": {"what": "x", "n": 1}')  # ends as a whole line might
-    again = gpu_time.Journal(path)
-    assert again.entries == [{"begin": "first"}]
-    again.add(end="first")
-    assert gpu_time.Journal(path).entries == [{"begin": "first"}, {"end": "first"}]
-
-
-UNITS = """
-import sys, time
-sys.path.insert(0, {root!r})
-from pathlib import Path
-from benchmarks.gpu_time import Journal
-journal = Journal(Path(sys.argv[sys.argv.index("--journal") + 1]))
-for unit in ("first", "hangs", "second", "fails", "third"):
-    if unit in journal.over:
-        continue
-    journal.add(begin=unit)
-    if unit == "hangs":
-        time.sleep(600)
-    if unit == "fails":
-        sys.exit(3)
-    journal.add(row={{"what": unit, "n": 1}})
-    journal.add(end=unit)
-"""
-
-
-def test_what_hangs_or_fails_costs_its_own_row(tmp_path: Path) -> None:
-    script = tmp_path / "units.py"
-    script.write_text(UNITS.format(root=str(ROOT)))
-    command = [sys.executable, str(script)]
-    rows = gpu_check.collect(command, tmp_path / "journal", time.monotonic() + 60, stuck=2.0)
-    assert [r["what"] for r in rows if "failed" not in r] == ["first", "second", "third"]
-    assert {r["what"]: r["failed"] for r in rows if "failed" in r} == {
-        "hangs": "hung for 2 s",
-        "fails": "ended with status 3",
-    }
-    assert gpu_report.failures({"times": rows}) == ["times of hangs", "times of fails"]
-
-
-def test_a_command_that_is_ended_takes_its_processes_along(tmp_path: Path) -> None:
-    """The grandchild would hold the device."""
-    code = "import subprocess, time; print('begun', flush=True); subprocess.run(['sleep', '600'])"
-    begun = time.monotonic()
-    status, output = gpu_check.run([sys.executable, "-c", code], 3.0)
-    assert (status, output) == (124, "begun\n") and time.monotonic() - begun < 30
-
-
-def test_a_command_may_write_its_report_first() -> None:
-    code = """
-import time
-print("begun", flush=True)
-try:
-    time.sleep(600)
-except KeyboardInterrupt:
-    print("written", flush=True)
-    time.sleep({more})
-"""
-    command = [sys.executable, "-c", code.format(more=0)]
-    assert gpu_check.run(command, 3.0, 20.0) == (124, "begun\nwritten\n")
-    begun = time.monotonic()
-    assert gpu_check.run([*command[:2], code.format(more=600)], 3.0, 1.0) == (124, "begun\nwritten\n")
-    assert time.monotonic() - begun < 30
-
-
-def test_tests_that_were_ended_say_how_far_they_came() -> None:
-    output = "tests/a.py::x PASSED [1%]\ntests/a.py::y[1] FAILED [2%]\ntests/a.py::z[2] "
-    assert gpu_check.summary_of(124, output, 9) == (
-        "ended after 9 s: 1 passed, 1 failed, 0 skipped; it was at tests/a.py::z[2]"
-    )
-    assert gpu_check.summary_of(0, "...\n==== 3 passed in 1 s ====\n", 9) == "3 passed in 1 s"
-    several = "[gw0] [ 1%] PASSED tests/a.py::x[1] \n[gw1] node down\n[gw1] [ 2%] FAILED tests/a.py::y[2] \n"
-    assert gpu_check.counts_of(several) == "1 passed, 1 failed, 0 skipped; it was at tests/a.py::y[2]"
-    summary = "FAILED tests/a.py::z - assert 0\nworker 'gw1' crashed while running 'tests/a.py::y[2]'\n"
-    assert gpu_check.failed_in(several + summary) == ["tests/a.py::y[2]", "tests/a.py::z"]
-
-
-def test_a_worker_whose_device_is_lost_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    import lost_device
-
-    ended: list[int] = []
-    monkeypatch.setattr(lost_device.os, "_exit", ended.append)
-    monkeypatch.setattr(lost_device, "lost", lambda: True)
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-
-    def test(failed: bool) -> int:
-        for outcome in (False, failed):
-            report: Any = type("Report", (), {"failed": outcome})()
-            lost_device.pytest_runtest_logreport(report)
-        lost_device.pytest_runtest_logfinish()
-        return len(ended)
-
-    assert test(True) == 0, "not a worker"
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
-    assert [test(False), test(True)] == [0, 1]
-    monkeypatch.setattr(lost_device, "_failed", False)  # where the process goes on: only here
-    monkeypatch.setattr(lost_device, "lost", lambda: False)
-    assert [test(True), test(False)] == [1, 1]
-
-
-LEAN = """
-import json, sys, time
-print(json.dumps({{"check": "topk", "ms": 1.0, "wrong": ""}}), flush=True)
-{then}
-"""
-
-
-@pytest.mark.parametrize(
-    "then, why, said",
-    [
-        ("", "", "ok, 1 checks"),
-        ("time.sleep(600)", "hung for 3 s", "stopped after 3 s and 1 checks, nothing found until then"),
-        ("sys.exit('no device')", "ended with status 1: no device", "failed: ended with status 1: no device"),
-        (
-            "print(json.dumps({'check': 'int8', 'ms': 1.0, 'wrong': 'byte 3'})); sys.exit(1)",
-            "",
-            "failed: int8: byte 3",
-        ),
-        (
-            "print('========= Invalid __global__ read of size 4', flush=True); time.sleep(600)",
-            "hung for 3 s",
-            "failed: Invalid __global__ read of size 4, after 1 checks",
-        ),
-        (
-            "print('========= Error: Race reported between Write and Read', flush=True)",
-            "",
-            "failed: Error: Race reported between Write and Read, after 1 checks",
-        ),
-        (
-            "sys.exit('Error: Device not supported')",
-            "ended with status 1: Error: Device not supported",
-            "not possible on this machine: Device not supported",
-        ),
-    ],
-)
-def test_what_a_lean_process_says(
-    then: str, why: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "gpu_lean.py").write_text(LEAN.format(then=then))
-    monkeypatch.setattr(processes, "ROOT", tmp_path)
-    got = gpu_check.lean(["codecs"], 3.0)
-    assert got.rows[0] == {"check": "topk", "ms": 1.0, "wrong": ""} and got.why == why
-    assert gpu_check.said_of(got, 3.0) == said
+# ---- what measures -----------------------------------------------------------------------------------------
 
 
 def test_a_byte_that_differs_is_named() -> None:
-    gpu_lean.differs("payload", b"abcd", b"abcd")
+    gpu_kernels.differs("payload", b"abcd", b"abcd")
     with pytest.raises(AssertionError, match="payload: byte 2 of 4 is not the CPU's"):
-        gpu_lean.differs("payload", b"abXd", b"abcd")
+        gpu_kernels.differs("payload", b"abXd", b"abcd")
+    (row,) = gpu_kernels.row("x", lambda: gpu_kernels.differs("payload", b"X", b"a"))
+    assert row["wrong"] == "payload: byte 0 of 1 is not the CPU's"
 
 
 @emulated
-def test_lean_checks_every_codec_that_has_kernels() -> None:
-    names = {case.codec for case in gpu_lean.cases([])}
+def test_every_codec_that_has_kernels_is_compared() -> None:
+    names = {case.codec for case in gpu_kernels.cases([])}
     assert names == {c["name"] for c in _core.codecs() if c["cuda"]} and len(names) >= 25
     with pytest.raises(SystemExit, match="no codec 'nosuch' has CUDA kernels"):
-        gpu_lean.cases(["nosuch"])
-    assert sum(gpu_lean.LENGTHS) == gpu_lean.N and any(n % 2 for n in gpu_lean.LENGTHS)
+        gpu_kernels.cases(["nosuch"])
+    assert set(gpu_check.SANITIZED) <= names
+    assert sum(gpu_kernels.LENGTHS) == gpu_kernels.N and any(n % 2 for n in gpu_kernels.LENGTHS)
 
 
 @emulated
 def test_a_write_outside_of_a_block_is_found() -> None:
-    device = gpu_device.open_device()
-    block = gpu_lean.Block(device, 100)
+    device = gpu_kernels.open_device()
+    block = gpu_kernels.Block(device, 100)
     assert block.get() == bytes(100)
     device.fill(block.ptr + 100, 1, 7)
     with pytest.raises(AssertionError, match="outside of its block"):
         block.get()
 
 
-def test_a_kernel_that_holds_multiprocessors_compiles(tmp_path: Path) -> None:
-    from setup import find_nvcc
+@emulated
+def test_every_kernel_has_its_time() -> None:
+    from benchmarks import gpu_time
 
-    if not find_nvcc():
-        pytest.skip("needs nvcc")
-    assert gpu_check.compile_hold(tmp_path / "hold.cubin") == ""
-    assert (tmp_path / "hold.cubin").read_bytes().startswith(b"\x7fELF")
+    assert gpu_kernels.FORMS[0][1] == gpu_time.DEFAULT
+    clock = gpu_time.Clock()
+    some, every = ([list(rows()) for _, rows in f(clock)] for f in (gpu_time.some, gpu_time.every))
+    named = [row["what"].split()[1] for unit in every for row in unit if row["what"].startswith("encode")]
+    assert named == [*(c["name"] for c in _core.codecs() if c["cuda"]), "default"]
+    assert all(len(unit) == 2 for unit in [*some, *every]) and len(some) == 1 + len(gpu_time.SOME)
+    assert [row["what"] for row in some[1]] == ["encode topk 1 %", "decode topk 1 % of 8"]
+    gpu_time.once()
 
 
-def test_every_part_is_in_one_call() -> None:
-    named = [part for call in gpu_check.CALLS for part in call]
-    assert sorted(named) == sorted(gpu_check.PARTS) and named[0] == "preflight"
-    assert all(callable(getattr(gpu_check, f"run_{part}")) for part in named)
-    assert {size.n for size in gpu_time.FIRST} == {1_000_000, 25_600_000, 110_000_000}
+def test_the_model_is_the_papers() -> None:
+    from benchmarks import gpu_time
+
+    with torch.device("meta"):
+        assert sum(p.numel() for p in gpu_time.Gpt().parameters()) == 124_439_808
+
+
+# ---- both calls --------------------------------------------------------------------------------------------
 
 
 @emulated
-def test_the_first_rows() -> None:
-    bench, _ = bench_of()
-    gpu_time.measure(bench, (gpu_time.FIRST[0]._replace(n=3000),))
-    encodes = [r["what"].removeprefix("encode ") for r in bench.rows if r["what"].startswith("encode")]
-    assert encodes == list(gpu_time.FIRST[0].only)
-
-
-NCU = """==PROF== Connected to process 7
-"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Metric Name","Metric Unit","Metric Value"
-"0","7","python","h","void sid_pass_kernel<sid_memory1, topk>(sid_group)","1","7","dram__bytes_read.sum","byte","204,800,000"
-"0","7","python","h","void sid_pass_kernel<sid_memory1, topk>(sid_group)","1","7","dram__bytes_write.sum","byte","102,400,000"
-"1","7","python","h","sid_finish_kernel(sid_end)","1","7","dram__bytes_read.sum","byte","5"
-==PROF== Disconnected
-"""  # noqa: E501
-
-
-def test_bytes_that_ncu_counts() -> None:
-    assert gpu_check.bytes_of(NCU) == [("sid_pass_kernel", 307_200_000.0), ("sid_finish_kernel", 5.0)]
-    assert gpu_check.bytes_of("==ERROR== ERR_NVGPUCTRPERM") == []
-
-
-RESULTS: dict[str, Any] = {
-    "date": "2026-01-02",
-    "machine": {"gpu": "NVIDIA X", "torch": "2"},
-    "times": [
-        {"what": "limit: copy", "n": 1000, "graph us": [2.0, 1.0, 3.0]},
-        {"what": "encode topk", "n": 1000, "graph us": [3.0, 1.0, 4.0], "x limit": 1.5},
-    ],
-    "tests": {"status": 0, "summary": "9 passed"},
-    "sanitizers": {"memcheck": "ok"},
-}
-
-
-def test_parts_of_one_day_come_together(tmp_path: Path) -> None:
-    gpu_check.write(RESULTS, tmp_path)
-    later = {k: RESULTS[k] for k in ("date", "machine")} | {"ddp": {"status": 1, "summary": "1 failed"}}
-    gpu_check.write(later, tmp_path)
-    kept = json.loads((tmp_path / "nvidia-x-2026-01-02.json").read_text())
-    assert kept == RESULTS | later
-    text = (tmp_path / "nvidia-x-2026-01-02.md").read_text()
-    for words in (
-        "| limit: copy | 1,000 | 2.0 [1.0, 3.0] |  |",
-        "x limit",
-        "DDP: 1 failed.",
-        "memcheck: ok.",
-    ):
-        assert words in text
-    assert gpu_report.failures(RESULTS) == [] and gpu_check.failures(kept) == ["ddp"]
-    checks = {"rows": [{"check": "topk", "ms": 1.0, "wrong": ""}, {"check": "int8", "wrong": "byte 3"}]}
-    failing = RESULTS | {
-        "ranks": {"rows": [], "wrong": ["x"]},
-        "edges": {"rows": [], "wrong": ["y"]},
-        "ptx": {"rows": [], "wrong": ["z"]},
-        "preflight": {"facts": {"nvcc": "no"}, **checks},
-        "first": [{"what": "encode topk", "n": 0, "failed": "hung"}],
-        "sanitizers": {"racecheck": "failed: y"},
-    }
-    assert gpu_report.failures(failing) == [
-        "preflight of int8", "times of encode topk", "edges", "ptx", "ranks", "racecheck"
-    ]  # fmt: skip
-    text = gpu_report.text_of(failing)
-    for words in ("- nvcc: no", "| int8 |  | byte 3 |", "Edges: y", "8.0 and PTX: z", "Ranks on this GPU: x"):
-        assert words in text
-
-
-def test_a_part_within_which_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it had said is in the results of the next call, until the part has been done."""
-    monkeypatch.setattr(gpu_check, "folder", tmp_path)
-    monkeypatch.setattr(gpu_check, "log", gpu_check.log_of("tests"))
-    code = "import time; print('tests/a.py::x PASSED\\ntests/a.py::y ', flush=True); time.sleep(9)"
-    assert gpu_check.run([sys.executable, "-c", code], 2.0) == (124, "tests/a.py::x PASSED\ntests/a.py::y \n")
-    gpu_check.log_of("ranks").write_text("2 ranks: the same\n3 ranks: the same\n")
-    killed = gpu_check.ends_of_logs()
-    assert killed == {
-        "tests": ["1 passed, 0 failed, 0 skipped; it was at tests/a.py::y"],
-        "ranks": ["2 ranks: the same", "3 ranks: the same"],
-    }  # fmt: skip
-    assert not list(tmp_path.iterdir())
-    start = {k: RESULTS[k] for k in ("date", "machine")}
-    gpu_check.write(start | {"killed": killed}, tmp_path)
-    kept = tmp_path / "nvidia-x-2026-01-02.json"
-    assert json.loads(kept.read_text())["killed"] == killed
-    text = kept.with_suffix(".md").read_text()
-    assert "Killed within ranks, which had said:\n\n    2 ranks: the same\n    3 ranks: the same\n" in text
-    gpu_check.write(start | {"tests": {"status": 0, "summary": "9 passed"}}, tmp_path)
-    assert set(json.loads(kept.read_text())["killed"]) == {"ranks"}
-    gpu_check.write(start | {"ranks": {"rows": [], "wrong": []}}, tmp_path)
-    assert "killed" not in json.loads(kept.read_text())
-
-
-def test_only_parts_that_there_are(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu-check", "--only", "tests,nosuch"])
-    with pytest.raises(SystemExit):
-        gpu_check.main()
-    assert "nosuch: there are preflight, first, tests" in capsys.readouterr().err
-
-
-def test_a_build_that_goes_on_beside_other_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "PTX", tmp_path)
-
-    def building(code: str) -> None:
-        with (tmp_path / "log").open("wb") as file:
-            monkeypatch.setattr(gpu_check, "building", gpu_check.start([sys.executable, "-c", code], file))
-
-    building("pass")
-    assert gpu_check.end_ptx(60.0) == ""
-    building("import sys; sys.exit('no such architecture')")
-    assert gpu_check.end_ptx(60.0) == "the build for 8.0 and PTX failed: no such architecture\n"
-    building("import time; time.sleep(600)")
-    assert gpu_check.end_ptx(1.0) == "ptx: left out, no time: not built after another 1 s"
-    assert gpu_check.building is not None and gpu_check.building.poll() is not None
-
-
-@emulated
-def test_what_a_profiler_counts_can_be_encoded() -> None:
-    """State's own default among it, whose bytes docs/cuda.md counts by hand."""
-    assert gpu_time.COUNTED["default"] == ("topk", {"density": 0.084, "values": "log4", "indices": "packed"})
-    clock = StillClock()
-    for codec, settings in gpu_time.COUNTED.values():
-        rank = gpu_time.Rank(clock, codec, settings, gpu_time.laplace(clock, 3000))
-        rank.encode()
-        rank.decode(rank.payload[: rank.plan.payload_bytes], 1)
-        assert rank.reported() == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("number", gpu_check.SCHEDULE)
+def test_a_rehearsal_each_part_of_which_is_killed(number: int, tmp_path: Path) -> None:
+    """At a random moment: what was measured until then is there, and nothing of it is wrong."""
+    seed = os.environ.get("SID_EMULATED_SEED", "1")
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu_check.py"),
+        "--lease",
+        str(number),
+        "--cut",
+        seed,
+    ]
+    where = ["--rehearse", str(Path(_core.__file__).parent.parent), "--out", str(tmp_path)]
+    done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    entries = recorded(tmp_path, number)
+    over = [e["part"] for e in entries if "over" in e]
+    assert over == list(gpu_check.SCHEDULE[number])
+    for part in over:
+        rows, cut = gpu_check.rows_of(entries, part), [e for e in entries if e["part"] == part and "cut" in e]
+        ended = [e["end"] for e in entries if e["part"] == part and "end" in e]
+        assert cut or rows or part == "profile", f"{part} was neither killed nor did it find anything"
+        assert len(rows) >= len(ended), f"{part}: rows are lost"
+    files = list(tmp_path.iterdir())
+    assert {f.name for f in files} == {f"lease-{number}.jsonl", f"lease-{number}.md"}

@@ -704,27 +704,25 @@ def test_ranks_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("SIDCOMP_NCCL", str(fake_nccl.LIBRARY))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    got = one_gpu.check(2, emulated=True, steps=1)
-    assert got["wrong"] == []
-    assert [row["codec"] for row in got["rows"]] == list(one_gpu.CODECS)
-    assert all(row["torch us"] > 0 and row["native us"] > 0 for row in got["rows"])
+    rows = list(one_gpu.check(2, steps=1))
+    assert [row["what"] for row in rows] == [f"{codec}, 2 ranks" for codec in one_gpu.CODECS]
+    assert all(row["wrong"] == "" and row["torch us"] > 0 and row["native us"] > 0 for row in rows)
     one = {"weights": "a", "host us": 1.0, "sums": False, "allocations": 0}
-    for ranks, words in (
-        (
-            [{"c": {"torch": one, "native": one}}, {"c": {"torch": one, "native": {**one, "weights": "b"}}}],
-            "ranks",
-        ),
-        ([{"c": {"torch": one, "native": {**one, "weights": "b"}}}] * 2, "transports"),
-        ([{"c": {"torch": one, "native": {**one, "allocations": 3}}}] * 2, "3 allocations"),
-    ):
-        assert len(wrong := one_gpu.compare(ranks)["wrong"]) == 1 and words in wrong[0]
-    summed = {"torch": {**one, "sums": True}, "native": {**one, "sums": True, "weights": "b"}}
-    assert one_gpu.compare([{"c": summed}] * 3)["wrong"] == []
-    assert len(one_gpu.compare([{"c": summed}] * 2)["wrong"]) == 1
-    with monkeypatch.context() as m:
-        m.setenv("FAKE_NCCL_JOIN", "fail")
-        m.setattr(one_gpu, "CODECS", ("topk",))
-        assert "rank 0 ended with 1" in one_gpu.check(1, emulated=True, steps=1)["wrong"][0]
+
+    def wrong(*ranks: dict[str, object]) -> str:
+        """What differs between ranks. ranks: what differs from `one` over the native transport."""
+        told = [{"codec": "c", "transports": {"torch": one, "native": one | other}} for other in ranks]
+        return str(one_gpu.compare(told)["wrong"])
+
+    assert wrong({}, {}) == ""
+    assert "the ranks have different weights over native" in wrong({}, {"weights": "b"})
+    assert wrong({"weights": "b"}, {"weights": "b"}) == "the transports give different weights"
+    assert "3 allocations over native" in wrong({"allocations": 3}, {})
+    one["sums"] = True
+    assert wrong(*[{"weights": "b"}] * 3) == "" and wrong(*[{"weights": "b"}] * 2)
+    monkeypatch.setenv("FAKE_NCCL_JOIN", "fail")
+    (row,) = one_gpu.check(1, steps=1)
+    assert "rank 0 ended with 1" in row["wrong"]
 
 
 # ---- the limit ---------------------------------------------------------------------------------

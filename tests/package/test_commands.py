@@ -53,13 +53,13 @@ def found() -> dict[str, str]:
     for file, text in texts.items():
         for line in written(text):
             for part in line.strip().split(" && "):
-                usage = "[" in part and "pip" not in part  # gpu_edges.py CASE [SETTING ...]
+                usage = "[" in part and "pip" not in part
                 if COMMAND.match(part) and not NONE.match(part) and not usage:
                     commands.setdefault(" ".join(part.split()), str(file.relative_to(ROOT)))
     listed = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     for target, about in re.findall(r"^make ([a-z-]+) +(.*)$", listed.stdout, re.M):
         commands.setdefault(f"make {target}", "make help")
-        for arguments in re.findall(r'(?:ARGS|TESTS|ONLY|PART|RUNS)=(?:"[^"]*"|[\w/-]+)', about):
+        for arguments in re.findall(r'(?:ARGS|TESTS|ONLY|LEASE|RUNS)=(?:"[^"]*"|[\w/-]+)', about):
             commands.setdefault(f"make {target} {arguments}", "make help")
     return commands
 
