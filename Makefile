@@ -233,9 +233,9 @@ gpu-prebuilt: env-build ## without a GPU: the extension for CPython 3.12 and sm_
 	$(PYTHON) benchmarks/prebuilt.py
 gpu-rehearsal: env ## both calls of gpu-check without a GPU: in small, on the CPU emulation, which it builds; then each part is killed
 	PYTHONPATH=tests/cuda $(PYTHON) -c 'import test_emulated; test_emulated.build()'
-	rm -rf build/rehearsal
-	for lease in 1 2; do for cut in "" --cut; do \
-	    $(PYTHON) benchmarks/gpu_check.py --lease $$lease --rehearse build/emulated --out build/rehearsal/whole$$cut $$cut $(ARGS) || exit 1; done; done
+	rm -rf build/rehearsal build/rehearsal-killed
+	for lease in 1 2; do $(PYTHON) benchmarks/gpu_check.py --lease $$lease --rehearse build/emulated --out build/rehearsal && \
+	    $(PYTHON) benchmarks/gpu_check.py --lease $$lease --rehearse build/emulated --out build/rehearsal-killed --cut build/rehearsal/lease-$$lease.jsonl || exit 1; done
 
 wheel: env-build ## a wheel for this Python, CPU only, in build/wheel; auditwheel tells where it runs (pip install '.[wheel]')
 	@rm -rf build/wheel build/wheel-raw

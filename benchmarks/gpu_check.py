@@ -44,7 +44,7 @@ SCHEDULE: dict[int, dict[str, float]] = {  # the second of the call at which a p
     },
     2: {"every codec": 95, "steps": 165},
 }  # fmt: skip
-STUCK = {  # seconds without a word, after which a process is taken for hung
+STUCK = {  # seconds without a word, after which a process that has named its units is taken for hung
     "codecs": 8, "launches": 6, "times": 20, "ranks": 60, "edges": 40, "memcheck": 24, "racecheck": 28,
     "every codec": 20, "steps": 40,
 }  # fmt: skip
@@ -92,6 +92,11 @@ class Call:
         temporary = self.report.with_suffix(".part")
         temporary.write_text(text_of(self.number, self.entries))
         temporary.replace(self.report)  # whole, or as it was
+
+
+def recorded(file: Path) -> list[dict[str, Any]]:
+    """What a call has written, but for a line that was cut."""
+    return [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")]
 
 
 def rows_of(entries: Iterable[dict[str, Any]], part: str = "") -> list[Row]:
@@ -149,7 +154,8 @@ def follow(call: Call, tasks: list[Task], until: float, at_once: int = 1) -> Non
             for task, output in list(running):
                 status = output.process.poll()  # all that it has said by now is read below
                 take(call, task, output.lines(call))
-                hung = status is None and call.now() - output.since > stuck
+                # Nobody knows how long a first import of torch takes.
+                hung = status is None and task.left is not None and call.now() - output.since > stuck
                 if status is None and not hung:
                     continue
                 output.end()
@@ -268,8 +274,8 @@ def run_facts(call: Call, until: float) -> None:
     facts |= {"compute-sanitizer": sanitizer() or "no", "ncu": profiler() or "no"}
     for name, fact in facts.items():
         call.row({"what": name, "is": fact})
-    if ended.get("sidcomp") != 0:
-        call.row({"what": "the build", "wrong": f"does not load: {facts['sidcomp'] or 'no answer in time'}"})
+    if ended.get("sidcomp"):  # without an answer in time, the next part shows it
+        call.row({"what": "the build", "wrong": f"does not load: {facts['sidcomp']}"})
 
 
 def run_codecs(call: Call, until: float) -> None:
@@ -440,13 +446,14 @@ def plan(number: int, only: list[str]) -> dict[str, float]:
     return ends
 
 
-def run(call: Call, ends: dict[str, float], cut: random.Random | None = None) -> int:
-    """cut: draws for each part after the facts a second at which it is killed already."""
+def run(call: Call, ends: dict[str, float], took: dict[str, float] | None = None) -> int:
+    """took: the seconds of each part in another call; then each but the facts is killed at a random moment
+    within them."""
     for part, until in ends.items():
         call.part = part
         print(f"{part}, from {call.now():.0f} s to {until:.0f} s at most", flush=True)
-        if cut is not None and part != "facts":
-            until = min(until, call.now() + cut.uniform(2, 10))
+        if took is not None and part != "facts":
+            until = min(until, call.now() + random.uniform(0, took[part]))
         begun = call.now()
         PARTS[part](call, until)
         call.add(over=round(call.now() - begun, 2))
@@ -533,15 +540,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="some of the call's parts, with commas")
     parser.add_argument("--rehearse", type=Path, metavar="FOLDER", help="the package built for the emulation")
     parser.add_argument(
-        "--cut", type=int, nargs="?", const=0, metavar="SEED", help="kill each part, at random"
+        "--cut", type=Path, metavar="FILE", help="kill each part within what it took by this .jsonl"
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="print a report of a .jsonl, run nothing")
     args = parser.parse_args()
     if args.report is not None:
-        entries = [
-            json.loads(line) for line in args.report.read_text().splitlines(True) if line.endswith("\n")
-        ]
-        print(text_of(int(args.report.stem[-1]), entries))
+        print(text_of(int(args.report.stem[-1]), recorded(args.report)))
         return 0
     if args.lease is None:
         parser.error("--lease 1 or --lease 2")
@@ -555,11 +559,8 @@ def main() -> int:
         call = Call(args.lease, args.out.absolute(), rehearsed)
     except FileExistsError as e:
         parser.error(f"{e.filename} is there already: choose another --out")
-    if args.cut is not None:
-        seed = args.cut or random.randrange(1, 1 << 30)
-        print(f"each part is killed at a moment drawn from --cut {seed}")
-        return run(call, plan(args.lease, only), random.Random(seed))
-    return run(call, plan(args.lease, only))
+    took = {e["part"]: e["over"] for e in recorded(args.cut) if "over" in e} if args.cut else None
+    return run(call, plan(args.lease, only), took)
 
 
 if __name__ == "__main__":
