@@ -67,8 +67,8 @@ class Call:
         out.mkdir(parents=True, exist_ok=True)
         self.record, self.report = out / f"lease-{number}.jsonl", out / f"lease-{number}.md"
         self._file = self.record.open("x")  # not over the results of another call
-        path = [ROOT / "python"] if rehearsed is None else [rehearsed]
-        self.env = {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT / "tests" / "support", ROOT]))}
+        path = [rehearsed or ROOT / "python", ROOT / "tests" / "support", ROOT, os.environ.get("PYTHONPATH")]
+        self.env = {"PYTHONPATH": os.pathsep.join(map(str, filter(None, path)))}
 
     def now(self) -> float:
         return time.monotonic() - self.begun
@@ -260,7 +260,11 @@ def run_facts(call: Call, until: float) -> None:
     torchs = "import torch as t; print(t.__version__, t.version.cuda, t.cuda.is_available()); "
     commands = {
         "sidcomp": [sys.executable, "-c", code],
-        "torch": [sys.executable, "-c", torchs + "print('NCCL', t.cuda.nccl.version())"],
+        "torch": [
+            sys.executable,
+            "-c",
+            torchs + "t.cuda.is_available() and print('NCCL', t.cuda.nccl.version())",
+        ],
         "numpy": [sys.executable, "-c", "import numpy; print(numpy.__version__)"],
     }
     if smi := shutil.which("nvidia-smi"):
@@ -391,8 +395,10 @@ def run_tests(call: Call, until: float) -> None:
         if not (found := TEST.search(line)):
             return
         outcome, test = found[1] or found[4], found[2] or found[3]
+        if test in failed:  # said again at the end
+            return
         counts[outcome] += 1
-        if outcome in ("FAILED", "ERROR") and test not in failed:
+        if outcome in ("FAILED", "ERROR"):
             failed.add(test)
             call.row({"what": test, "wrong": outcome.lower()})
 
