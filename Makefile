@@ -188,15 +188,17 @@ ASANDOOR = $(addprefix doors/,test_doors.py::test_with_codec_none_all_doors_give
     test_all_gather.py::test_parameters_travel_rounded) $(addprefix runtime/,test_local_steps.py::test_buffers_are_rank_0s \
     test_local_error.py::test_a_rank_that_is_not_finite_leaves_the_merge_finite test_outer.py::test_what_is_not_finite_is_undone)
 ASANSOME = $(addprefix tests/,codecs/test_compressor.py codecs/test_wire.py codecs/test_memories.py ddp/test_dense.py ddp/test_reductions.py ddp/test_checkpoint.py $(ASANDOOR))
+# In a shared library clang leaves the sanitizer's functions to whoever loads it.
+ASANLIB  = $(if $(findstring clang,$(CC)),libclang_rt.asan-$(shell uname -m).so,libasan.so)
 ASANALL  = tests $(addprefix --ignore=tests/,package cuda/test_sass.py cuda/test_gpu_check.py)
-asan-python: env ## one in 16 of some Python tests, the core under AddressSanitizer and UBSan; gcc (ALL=1: nearly all; TESTS=..., ARGS=...)
-	@test -e "$$($(CC) -print-file-name=libasan.so)" || { echo "sidcomp: $(CC) has no libasan.so: set CC=gcc CXX=g++"; exit 1; }
+asan-python: env ## one in 16 of some Python tests, the core under AddressSanitizer and UBSan (ALL=1: nearly all; TESTS=..., ARGS=...)
+	@test -e "$$($(CC) -print-file-name=$(ASANLIB))" || { echo "sidcomp: $(CC) has no $(ASANLIB)"; exit 1; }
 	@rm -rf $(ASANPY)/lib; mkdir -p $(ASANPY)/lib/sidcomp; ln -s $(filter-out %/__pycache__ %.so,$(wildcard $(CURDIR)/python/sidcomp/*)) $(ASANPY)/lib/sidcomp/
-	+@$(SUB) ext SAN=address,undefined DEBUG=1 O=build/asan-python OUT=$(ASANPY)/_core.so \
+	+@$(SUB) ext SAN=address,undefined DEBUG=1 O=build/asan-$(notdir $(CC)) OUT=$(ASANPY)/_core.so \
 	    PYINC="$$($(PYTHON) -c 'import sysconfig, pybind11; print("-isystem", sysconfig.get_paths()["include"], "-isystem", pybind11.get_include())')"
 	@ln -s $(ASANPY)/_core.so $(ASANPY)/lib/sidcomp/_core.so
 	@# With the sanitizer libstdc++, of whose exceptions it must know before Python is there.
-	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CC) -print-file-name=$(ASANLIB)) $$($(CC) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	    UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(ASANPY)/lib OMP_NUM_THREADS=1 \
 	    SHARE=$(if $(ALL)$(TESTS),1,16) $(PYTHON) -m pytest -q -p no:cacheprovider -m 'not slow' $(ARGS) $(or $(TESTS),$(if $(ALL),$(ASANALL),$(ASANSOME)))
 
