@@ -34,47 +34,62 @@ def compiled(source: str, out: Path, more: list[str], *flags: str) -> Path:
     return out
 
 
+CODECS = re.findall(r"^SID_CODEC\((\w+), 1\)", (ROOT / "csrc" / "codecs.def").read_text(), re.M)
+
+
 def codecs_of(file: Path) -> list[str]:
-    """The codecs whose kernels a file has."""
+    """The codecs that a file defines, by itself or by a macro of its own."""
     text = (ROOT / file).read_text()
-    return [
-        name.replace("_", "-")
-        for name in re.findall(r"^const sid_cuda_codec sid_cuda_codec_(\w+) =", text, re.M)
-    ]
+    named = re.findall(r"^(?:const sid_cuda_codec sid_cuda_codec_(\w+) =|[A-Z]+\((\w+), )", text, re.M)
+    return [name.replace("_", "-") for name in CODECS if name in {one or other for one, other in named}]
+
+
+KERNELS = ("cuda", "csrc")
+TRANSLATOR = (
+    "tests/cuda/ptx/translate.py",
+    "tests/cuda/ptx/ptx.h",
+    "tests/cuda/emulate.h",
+    "tests/cuda/order.h",
+)
 
 
 @cache
-def sources() -> str:
-    """A digest of all that the kernels are compiled from."""
-    paths = [
-        p
-        for folder in ("cuda", "csrc", "tests/cuda/ptx")
-        for p in sorted((ROOT / folder).rglob("*"))
-        if p.is_file()
-    ]
+def digest_of(*places: str) -> str:
+    """A digest of all sources there: folders or files."""
     digest = hashlib.sha256()
-    for p in paths:
-        if p.suffix in (".cu", ".cuh", ".h", ".def", ".py"):
-            digest.update(p.read_bytes())
+    for place in places:
+        for p in sorted([ROOT / place, *(ROOT / place).rglob("*")]):
+            if p.is_file() and p.suffix in (".cu", ".cuh", ".h", ".def", ".py"):
+                digest.update(p.read_bytes())
     return digest.hexdigest()
+
+
+def ptx_of(file: Path, arch: str) -> Path:
+    """What nvcc makes of a file; anew where the kernels have changed, which takes most of the time."""
+    ptx = OUT / arch.replace(".", "") / f"{file.stem}.ptx"
+    stamp, present = ptx.with_suffix(".ptx.stamp"), digest_of(*KERNELS)
+    if not (ptx.exists() and stamp.exists() and stamp.read_text() == present):
+        ptx.parent.mkdir(parents=True, exist_ok=True)
+        options = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc", "-DSID_WITH_CUDA"]
+        options += [f'-DSID_CUDA_ARCH="{arch}"', f"-arch=sm_{arch.replace('.', '')}", "-ptx"]
+        call([str(NVCC), *options, str(file), "-o", str(ptx)])
+        stamp.write_text(present)
+    return ptx
 
 
 def translated(file: Path, arch: str, watched: bool) -> Path:
     """The library of a file's compiled kernels."""
     folder = OUT / (arch.replace(".", "") + ("-watched" if watched else ""))
     out, stamp = folder / f"{file.stem}.so", folder / f"{file.stem}.stamp"
-    if out.exists() and stamp.exists() and stamp.read_text() == sources():
+    present = digest_of(*KERNELS, *TRANSLATOR)
+    if out.exists() and stamp.exists() and stamp.read_text() == present:
         return out
-    folder.mkdir(parents=True, exist_ok=True)
-    ptx = folder / f"{file.stem}.ptx"
-    options = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc", "-DSID_WITH_CUDA", f'-DSID_CUDA_ARCH="{arch}"']
-    call([str(NVCC), *options, f"-arch=sm_{arch.replace('.', '')}", "-ptx", str(file), "-o", str(ptx)])
-    source, module = translate(ptx.read_text())
+    source, module = translate(ptx_of(file, arch).read_text())
     assert not module.refused, f"{file}: {module.refused.most_common(5)}"
     compiled(source, out, [], *(["-DSID_PTX_WATCHED"] if watched else []))
     for kernel, counts in module.opcodes.items():
         print(f"{file.stem} {arch} {kernel}: " + " ".join(f"{op} {n}" for op, n in counts.most_common()))
-    stamp.write_text(sources())
+    stamp.write_text(present)
     return out
 
 
