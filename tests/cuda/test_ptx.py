@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import test_emulated
-from ptx.build import CODECS, FILES, NVCC, OUT, codecs_of, folder_of, translated
+from ptx.build import CODECS, FILES, NVCC, OUT, codecs_of, folder_of, parts_of, translated
 from test_emulated import pytestmark  # noqa: F401
 
 with_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc")
@@ -23,11 +23,11 @@ ARCHS = ("9.0", "8.0")
 
 
 def run_compiled(
-    files: list[Path], arch: str, tests: str, share: int, watched: bool = False, only: str = ""
+    libraries: list[Path], arch: str, tests: str, share: int, watched: bool = False, only: str = ""
 ) -> Counter[str]:
-    """test_cuda.py or another with the files' kernels as compiled; how often each kernel was launched."""
+    """test_cuda.py or another with translated kernels; how often each kernel was launched."""
     package = test_emulated.build(watched)
-    folder = folder_of([translated(f, arch, watched) for f in files], package / "sidcomp" / "_core.so")
+    folder = folder_of(libraries, package / "sidcomp" / "_core.so")
     log = folder / "log"
     log.unlink(missing_ok=True)
     test_emulated.run(
@@ -46,19 +46,23 @@ def run_compiled(
     return counts
 
 
-def check_file(file: Path, arch: str, share: int, watched: bool = False) -> None:
+def check_file(file: Path, arch: str, share: int, part: int = 0, parts: int = 1) -> None:
+    """A file's own cases with its kernels, or with one in `parts` of them."""
     exchanges, own = file.parts[1] == "exchange", codecs_of(file)
     tests = "tests/cuda/test_cuda_exchanges.py" if exchanges else "tests/cuda/test_cuda.py"
     if not exchanges and not own:
         share *= 4  # of all codecs' cases
-    ran = run_compiled([file], arch, tests, share, watched, " or ".join(own))
+    library = translated(file, arch, False, part, parts)
+    ran = run_compiled([library], arch, tests, share, only=" or ".join(own))
     assert any(not name.startswith("-") for name in ran), f"none of the kernels of {file} was launched"
 
 
 @with_nvcc
 def test_the_compiled_kernels_of_one_file() -> None:
-    """Another one with each TURN, which CI counts up; a part of its cases."""
-    check_file(FILES[int(os.environ.get("TURN", "3")) % len(FILES)], "9.0", share=97)
+    """Another one with each TURN, which CI counts up; some of its cases, and of a large file some kernels."""
+    round, place = divmod(int(os.environ.get("TURN", "3")), len(FILES))
+    parts = parts_of(FILES[place], "9.0")
+    check_file(FILES[place], "9.0", 150, round % parts, parts)
 
 
 def test_every_codec_with_kernels_is_in_one_file() -> None:
@@ -73,14 +77,15 @@ def test_every_codec_with_kernels_is_in_one_file() -> None:
     "tests, share", [("tests/cuda/test_cuda.py", 4), ("tests/cuda/test_cuda_exchanges.py", 2)]
 )
 def test_all_compiled_kernels(arch: str, tests: str, share: int) -> None:
-    ran = run_compiled(FILES, arch, tests, share)
+    ran = run_compiled([translated(f, arch, False) for f in FILES], arch, tests, share)
     assert not [name for name in ran if name.startswith("-")], "kernels that ran as C++"
 
 
 @with_nvcc
 @pytest.mark.slow
 def test_every_access_of_compiled_kernels_watched() -> None:
-    run_compiled(FILES, "9.0", "tests/cuda/test_accesses.py", share=1, watched=True)
+    libraries = [translated(f, "9.0", True) for f in FILES]
+    run_compiled(libraries, "9.0", "tests/cuda/test_accesses.py", share=1, watched=True)
 
 
 @with_nvcc

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -77,18 +78,30 @@ def ptx_of(file: Path, arch: str) -> Path:
     return ptx
 
 
-def translated(file: Path, arch: str, watched: bool) -> Path:
-    """The library of a file's compiled kernels."""
+ENTRY = re.compile(r"^\.(?:visible|weak) \.entry .*?^\}\n", re.M | re.S)
+AT_ONCE = 3_000_000  # bytes of PTX, whose C++ takes a compiler 15 seconds
+
+
+def parts_of(file: Path, arch: str) -> int:
+    """Of how many libraries none takes long to compile."""
+    return -(-ptx_of(file, arch).stat().st_size // AT_ONCE)
+
+
+def translated(file: Path, arch: str, watched: bool, part: int = 0, parts: int = 1) -> Path:
+    """The library of a file's compiled kernels, or of one of them in `parts`."""
     folder = OUT / (arch.replace(".", "") + ("-watched" if watched else ""))
-    out, stamp = folder / f"{file.stem}.so", folder / f"{file.stem}.stamp"
+    name = file.stem if parts == 1 else f"{file.stem}.{part}of{parts}"
+    out, stamp = folder / f"{name}.so", folder / f"{name}.stamp"
     present = digest_of(*KERNELS, *TRANSLATOR)
     if out.exists() and stamp.exists() and stamp.read_text() == present:
         return out
-    source, module = translate(ptx_of(file, arch).read_text())
+    numbers = count()
+    text = ENTRY.sub(lambda m: m[0] if next(numbers) % parts == part else "", ptx_of(file, arch).read_text())
+    source, module = translate(text)
     assert not module.refused, f"{file}: {module.refused.most_common(5)}"
     compiled(source, out, [], *(["-DSID_PTX_WATCHED"] if watched else []))
     for kernel, counts in module.opcodes.items():
-        print(f"{file.stem} {arch} {kernel}: " + " ".join(f"{op} {n}" for op, n in counts.most_common()))
+        print(f"{name} {arch} {kernel}: " + " ".join(f"{op} {n}" for op, n in counts.most_common()))
     stamp.write_text(present)
     return out
 
@@ -120,7 +133,7 @@ def folder_of(libraries: list[Path], extension: Path) -> Path:
             ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
         )
         for name in re.findall(r" T k_(\S+)", listed.stdout):
-            place = places.get((library.stem, name)) or places.get(("", name))
+            place = places.get((library.stem.split(".")[0], name)) or places.get(("", name))
             if place:  # else nothing launches it, and the host compiler has left it out
                 lines.append(f"{place} {library.name} {name}")
     folder = libraries[0].parent
