@@ -205,9 +205,9 @@ __device__ inline double sid_total(const double *sums, uint64_t units, double (&
     part[threadIdx.x] = sum;
     for (uint32_t w = SID_SUMS / 2; w; w /= 2) {
         __syncthreads();
-        if (threadIdx.x < w) part[threadIdx.x] += part[threadIdx.x + w];
+        if (threadIdx.x < w) part[threadIdx.x] = sum += part[threadIdx.x + w];
     }
-    return threadIdx.x ? 0 : part[0]; /* which thread 0 has written after the last barrier */
+    return threadIdx.x ? 0 : sum; /* not part[0], which a compiler reads in all threads, before thread 0 writes it */
 }
 
 /* ---- waiting for others ---------------------------------------------------------------------------------------- */
