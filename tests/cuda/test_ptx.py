@@ -37,6 +37,7 @@ def run_compiled(
         SID_PTX=str(folder),
         SID_PTX_LOG=str(log),
         SID_EMULATED_PTX=arch.replace(".", ""),
+        TURN=os.environ.get("TURN", "0"),
         PYTEST_ADDOPTS=f"-k '{only}'" if only else "",
     )
     counts: Counter[str] = Counter()
@@ -47,14 +48,14 @@ def run_compiled(
 
 
 def check_file(file: Path, arch: str, share: int, part: int = 0, parts: int = 1) -> None:
-    """A file's own cases with its kernels, or with one in `parts` of them."""
+    """A file's own cases with its kernels, or with one in `parts` of them. share: of one codec's cases."""
     exchanges, own = file.parts[1] == "exchange", codecs_of(file)
     tests = "tests/cuda/test_cuda_exchanges.py" if exchanges else "tests/cuda/test_cuda.py"
-    if not exchanges and not own:
-        share *= 4  # of all codecs' cases
-    library = translated(file, arch, False, part, parts)
-    ran = run_compiled([library], arch, tests, share, only=" or ".join(own))
-    assert any(not name.startswith("-") for name in ran), f"none of the kernels of {file} was launched"
+    share *= len(own) or (2 if exchanges else 8)  # without codecs of its own: the cases of all
+    only = " or ".join(f"{c}- or [{c}]" for c in own)  # a memory's name comes last
+    ran = run_compiled([translated(file, arch, False, part, parts)], arch, tests, share, only=only)
+    compiled = any(not name.startswith("-") for name in ran)
+    assert compiled or parts > 1, f"none of the kernels of {file} was launched"
 
 
 @with_nvcc
@@ -62,7 +63,7 @@ def test_the_compiled_kernels_of_one_file() -> None:
     """Another one with each TURN, which CI counts up; some of its cases, and of a large file some kernels."""
     round, place = divmod(int(os.environ.get("TURN", "3")), len(FILES))
     parts = parts_of(FILES[place], "9.0")
-    check_file(FILES[place], "9.0", 150, round % parts, parts)
+    check_file(FILES[place], "9.0", 40, round % parts, parts)
 
 
 def test_every_codec_with_kernels_is_in_one_file() -> None:

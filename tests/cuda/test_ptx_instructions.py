@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ptx.build import HERE, OUT, compiled
+from ptx.build import HERE, OUT, compiled, some_of
 from ptx.translate import RULES, Instruction, host_name, translate
 from test_emulated import pytestmark  # noqa: F401
 
@@ -570,6 +570,12 @@ def test_a_thread_that_waits_lets_others_run() -> None:
     assert out[0] == blocks
     assert list(out[2::2]) == [b + 7 for b in range(blocks)]
     assert list(out[3::2]) == [(b + 1) % blocks + 7 for b in range(blocks)]
+
+
+def test_parts_of_a_module_have_each_kernel_once() -> None:
+    whole = MEETINGS + ".entry plain()\n{\n\tret;\n}\n"  # as nvcc writes those of an unnamed namespace
+    names = [g.name for k in range(2) for g in translate(some_of(whole, k, 2))[1].functions]
+    assert sorted(names) == ["meetings", "plain", "twice", "twice", "waits"]
 
 
 UNKNOWN = [

@@ -78,13 +78,19 @@ def ptx_of(file: Path, arch: str) -> Path:
     return ptx
 
 
-ENTRY = re.compile(r"^\.(?:visible|weak) \.entry .*?^\}\n", re.M | re.S)
+ENTRY = re.compile(r"^(?:\.\w+ )*\.entry .*?^\}\n", re.M | re.S)
 AT_ONCE = 3_000_000  # bytes of PTX, whose C++ takes a compiler 15 seconds
 
 
 def parts_of(file: Path, arch: str) -> int:
     """Of how many libraries none takes long to compile."""
     return -(-ptx_of(file, arch).stat().st_size // AT_ONCE)
+
+
+def some_of(ptx: str, part: int, parts: int) -> str:
+    """With one in `parts` of its kernels."""
+    numbers = count()
+    return ENTRY.sub(lambda m: m[0] if next(numbers) % parts == part else "", ptx)
 
 
 def translated(file: Path, arch: str, watched: bool, part: int = 0, parts: int = 1) -> Path:
@@ -95,9 +101,7 @@ def translated(file: Path, arch: str, watched: bool, part: int = 0, parts: int =
     present = digest_of(*KERNELS, *TRANSLATOR)
     if out.exists() and stamp.exists() and stamp.read_text() == present:
         return out
-    numbers = count()
-    text = ENTRY.sub(lambda m: m[0] if next(numbers) % parts == part else "", ptx_of(file, arch).read_text())
-    source, module = translate(text)
+    source, module = translate(some_of(ptx_of(file, arch).read_text(), part, parts))
     assert not module.refused, f"{file}: {module.refused.most_common(5)}"
     compiled(source, out, [], *(["-DSID_PTX_WATCHED"] if watched else []))
     for kernel, counts in module.opcodes.items():
