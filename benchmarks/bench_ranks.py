@@ -296,7 +296,7 @@ def picture(save: bool) -> None:
         "decodes, predicted by `simulate`'s costs and the planner's model of a step. Each codec goes by the "
         "exchange that State takes by itself. The speed of codecs is that of one thread of this processor, "
         f"or what `sidcomp estimate` assumes of a GPU (encode {GPU.encode_ns:g} ns an element, decode "
-        f"{GPU.decode_ns:g})."
+        f"{GPU.decode_ns:g}, and {GPU.encode_us + GPU.decode_us:g} us a group)."
     )
     report("many-ranks", "Many ranks", rows, note, RESULTS if save else None)
     if save:

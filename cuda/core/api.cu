@@ -245,16 +245,23 @@ bool sid_kernels_wait() {
     return e == cudaSuccess && of.ptxVersion >= 90;
 }
 
-/* Whether the calling thread has a context; true where the driver cannot be asked. */
-static bool has_context() {
-    void *ask = nullptr, *context = nullptr;
+/* The driver's cuCtxGetCurrent, or null. */
+static int (*find_current_context())(void **) {
+    void *ask = nullptr;
 #if CUDART_VERSION >= 12050
     const cudaError_t e = cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", &ask, 4000, cudaEnableDefault, nullptr);
 #else
     const cudaError_t e = cudaGetDriverEntryPoint("cuCtxGetCurrent", &ask, cudaEnableDefault, nullptr);
 #endif
     if (e != cudaSuccess) (void)cudaGetLastError();
-    return e != cudaSuccess || !ask || ((int (*)(void **))ask)(&context) || context;
+    return e == cudaSuccess ? (int (*)(void **))ask : nullptr;
+}
+
+/* Whether the calling thread has a context; true where the driver cannot be asked. */
+static bool has_context() {
+    static int (*const ask)(void **) = find_current_context(); /* by name: too slow for each call */
+    void *context = nullptr;
+    return !ask || ask(&context) || context;
 }
 
 sid_status sid_device_of_thread(int *device, sid_error *err) {

@@ -42,9 +42,7 @@ __device__ inline void sid_meet(uint32_t *arrived, uint32_t blocks) {
     if (threadIdx.x == 0) {
         __threadfence();
         const uint32_t upto = (atomicAdd(arrived, 1u) / blocks + 1) * blocks;
-        while (atomicAdd(arrived, 0u) < upto) {
-        }
-        __threadfence();
+        while (sid_acquire(arrived) < upto) sid_rest();
     }
     __syncthreads();
 }

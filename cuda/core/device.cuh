@@ -205,10 +205,30 @@ __device__ inline double sid_total(const double *sums, uint64_t units, double (&
     part[threadIdx.x] = sum;
     for (uint32_t w = SID_SUMS / 2; w; w /= 2) {
         __syncthreads();
-        if (threadIdx.x < w) part[threadIdx.x] += part[threadIdx.x + w];
+        if (threadIdx.x < w) part[threadIdx.x] = sum += part[threadIdx.x + w];
     }
-    return threadIdx.x ? 0 : part[0]; /* which thread 0 has written after the last barrier */
+    return threadIdx.x ? 0 : sum; /* not part[0], which a compiler reads in all threads, before thread 0 writes it */
 }
+
+/* ---- waiting for others ---------------------------------------------------------------------------------------- */
+
+/* A word that others add to, and, from then on, all that they did before they added to it. A load: many that wait would
+ * queue for one line as atomic operations. */
+#ifdef SID_EMULATE
+inline uint32_t sid_acquire(uint32_t *p) {
+    const uint32_t x = atomicAdd(p, 0u);
+    __threadfence();
+    return x;
+}
+inline void sid_rest() {}
+#else
+__device__ inline uint32_t sid_acquire(uint32_t *p) {
+    uint32_t x;
+    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+__device__ inline void sid_rest() { __nanosleep(32); }
+#endif
 
 /* ---- numbers ------------------------------------------------------------------------------------------------- */
 

@@ -660,6 +660,8 @@ void __tsan_vptr_update(void **, void *) {}
 void __tsan_vptr_read(void **) {}
 void __tsan_read_range(void *p, size_t n) { access(p, n, READ, HERE); }
 void __tsan_write_range(void *p, size_t n) { access(p, n, WRITE, HERE); }
+/* Whether a static of the host is initialised. */
+char __tsan_atomic8_load(const volatile char *at, int) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 void *__tsan_memcpy(void *to, const void *from, size_t n) {
     access(from, n, READ, HERE);
     access(to, n, WRITE, HERE);

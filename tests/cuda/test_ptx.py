@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import test_emulated
-from ptx.build import FILES, NVCC, OUT, codecs_of, folder_of, translated
+from ptx.build import CODECS, FILES, NVCC, OUT, codecs_of, folder_of, parts_of, translated
 from test_emulated import pytestmark  # noqa: F401
 
 with_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc")
@@ -23,11 +23,11 @@ ARCHS = ("9.0", "8.0")
 
 
 def run_compiled(
-    files: list[Path], arch: str, tests: str, share: int, watched: bool = False, only: str = ""
+    libraries: list[Path], arch: str, tests: str, share: int, watched: bool = False, only: str = ""
 ) -> Counter[str]:
-    """test_cuda.py or another with the files' kernels as compiled; how often each kernel was launched."""
+    """test_cuda.py or another with translated kernels; how often each kernel was launched."""
     package = test_emulated.build(watched)
-    folder = folder_of([translated(f, arch, watched) for f in files], package / "sidcomp" / "_core.so")
+    folder = folder_of(libraries, package / "sidcomp" / "_core.so")
     log = folder / "log"
     log.unlink(missing_ok=True)
     test_emulated.run(
@@ -37,6 +37,7 @@ def run_compiled(
         SID_PTX=str(folder),
         SID_PTX_LOG=str(log),
         SID_EMULATED_PTX=arch.replace(".", ""),
+        TURN=os.environ.get("TURN", "0"),
         PYTEST_ADDOPTS=f"-k '{only}'" if only else "",
     )
     counts: Counter[str] = Counter()
@@ -46,20 +47,28 @@ def run_compiled(
     return counts
 
 
-def check_file(file: Path, arch: str, share: int, watched: bool = False) -> None:
-    only = " or ".join(codecs_of(file))
-    tests = (
-        "tests/cuda/test_cuda.py" if only or file.parts[1] == "core" else "tests/cuda/test_cuda_exchanges.py"
-    )
-    ran = run_compiled([file], arch, tests, share, watched, only)
-    assert any(not name.startswith("-") for name in ran), f"none of the kernels of {file} was launched"
+def check_file(file: Path, arch: str, share: int, part: int = 0, parts: int = 1) -> None:
+    """A file's own cases with its kernels, or with one in `parts` of them. share: of one codec's cases."""
+    exchanges, own = file.parts[1] == "exchange", codecs_of(file)
+    tests = "tests/cuda/test_cuda_exchanges.py" if exchanges else "tests/cuda/test_cuda.py"
+    share *= len(own) or (2 if exchanges else 8)  # without codecs of its own: the cases of all
+    only = " or ".join(f"{c}- or [{c}]" for c in own)  # a memory's name comes last
+    ran = run_compiled([translated(file, arch, False, part, parts)], arch, tests, share, only=only)
+    compiled = any(not name.startswith("-") for name in ran)
+    assert compiled or parts > 1, f"none of the kernels of {file} was launched"
 
 
 @with_nvcc
 def test_the_compiled_kernels_of_one_file() -> None:
-    """Another one with each TURN, which CI counts up; a part of its cases."""
-    files = [f for f in FILES if codecs_of(f)]
-    check_file(files[int(os.environ.get("TURN", "4")) % len(files)], "9.0", share=97)
+    """Another one with each TURN, which CI counts up; some of its cases, and of a large file some kernels."""
+    round, place = divmod(int(os.environ.get("TURN", "3")), len(FILES))
+    parts = parts_of(FILES[place], "9.0")
+    check_file(FILES[place], "9.0", 40, round % parts, parts)
+
+
+def test_every_codec_with_kernels_is_in_one_file() -> None:
+    """Also those that a macro defines, so that the file's turn runs its cases."""
+    assert sorted(c for f in FILES for c in codecs_of(f)) == sorted(c.replace("_", "-") for c in CODECS)
 
 
 @with_nvcc
@@ -69,14 +78,15 @@ def test_the_compiled_kernels_of_one_file() -> None:
     "tests, share", [("tests/cuda/test_cuda.py", 4), ("tests/cuda/test_cuda_exchanges.py", 2)]
 )
 def test_all_compiled_kernels(arch: str, tests: str, share: int) -> None:
-    ran = run_compiled(FILES, arch, tests, share)
+    ran = run_compiled([translated(f, arch, False) for f in FILES], arch, tests, share)
     assert not [name for name in ran if name.startswith("-")], "kernels that ran as C++"
 
 
 @with_nvcc
 @pytest.mark.slow
 def test_every_access_of_compiled_kernels_watched() -> None:
-    run_compiled(FILES, "9.0", "tests/cuda/test_accesses.py", share=1, watched=True)
+    libraries = [translated(f, "9.0", True) for f in FILES]
+    run_compiled(libraries, "9.0", "tests/cuda/test_accesses.py", share=1, watched=True)
 
 
 @with_nvcc

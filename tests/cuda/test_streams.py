@@ -137,9 +137,9 @@ def test_a_result_that_nobody_waits_for_is_found(tmp_path: Path) -> None:
 GROUPS = 6
 
 
-def interrupted(rank: int, world: int, where: str, broken: str = "") -> str:
-    """A group cannot be launched, or the step is abandoned; then the program uses the others' gradients.
-    broken: a method of the executor that does nothing."""
+def interrupted(rank: int, world: int, where: str, then: str, broken: str = "") -> str:
+    """A group cannot be launched, or the step is abandoned; then the program uses the others' gradients, or
+    frees them. broken: a method of the executor that does nothing."""
     os.environ["SID_EMULATED_SEED"] = "3"
     import ordered
 
@@ -179,25 +179,36 @@ def interrupted(rank: int, world: int, where: str, broken: str = "") -> str:
                 said = str(e)
         for p in model.parameters():
             assert p.grad is not None
-            p.grad.mul_(0.5)
+            if then == "used":
+                p.grad.mul_(0.5)
+            else:
+                ordered.Stream.current.give_back(p.grad, "the program frees a gradient")
         return said
 
 
-@pytest.mark.parametrize("where", ["first", "middle", "last", "abandoned"])
-def test_gradients_after_a_group_that_could_not_be_launched(where: str) -> None:
+FAILURES = [
+    *((where, "used") for where in ("first", "middle", "last", "abandoned")),
+    *((where, "freed") for where in ("middle", "abandoned")),
+]
+
+
+@pytest.mark.parametrize("where, then", FAILURES)
+def test_gradients_after_a_group_that_could_not_be_launched(where: str, then: str) -> None:
     """Whoever catches the error may use or free them: the other groups' work comes first."""
-    assert all("no more" in said for said in run(interrupted, 1, where))
+    assert all("no more" in said for said in run(interrupted, 1, where, then))
 
 
 @needs_eyes
-@pytest.mark.parametrize("where", ["first", "middle", "last", "abandoned"])
-def test_gradients_that_nobody_waits_for_after_a_failure_are_found(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where, then", FAILURES)
+def test_gradients_that_nobody_waits_for_after_a_failure_are_found(
+    where: str, then: str, tmp_path: Path
+) -> None:
     script = BROKEN.rsplit("class Broken", 1)[0] + (
         "dist.init_process_group('gloo', init_method='file://{store}', rank=0, world_size=1)\n"
-        "test_streams.interrupted(0, 1, {where!r}, 'lead')\n"
+        "test_streams.interrupted(0, 1, {where!r}, {then!r}, 'lead')\n"
     )
     here = Path(__file__).resolve().parent
     paths = [str(Path(_core.__file__).parent.parent), str(here.parent / "support"), str(here)]
-    text = script.format(paths=paths, store=tmp_path / "store", where=where)
+    text = script.format(paths=paths, store=tmp_path / "store", where=where, then=then)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
     assert done.returncode == -6 and "emulated device: no order: " in done.stderr, done.stderr[-3000:]

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -188,10 +189,15 @@ ON_GPU = dict.fromkeys(candidates(COMPARED), Measured.assumed(GPU))
 
 
 def predict(
-    gbit: float, model: Model = SMALL, step_ms: float = 100, ranks: int = 8, **changes: Any
+    gbit: float,
+    model: Model = SMALL,
+    step_ms: float = 100,
+    ranks: int = 8,
+    latency_us: float = 50,
+    **changes: Any,
 ) -> Estimate:
     arguments = {"compute": ON_GPU, "codecs": COMPARED, **changes}
-    return estimate(model, ranks, step_ms, Link(gbit, 50), **arguments)
+    return estimate(model, ranks, step_ms, Link(gbit, latency_us), **arguments)
 
 
 def test_a_slower_link_never_gains_less() -> None:
@@ -233,6 +239,20 @@ def test_the_cost_of_a_codec_is_counted() -> None:
     whole = predict(10, of_json({"w": [10**7]}), compute=slow)  # which cannot be divided
     assert not any(auto.gains for auto in whole.auto.values())
     assert "cost as much as it saves: it gains nothing" in whole.sentence
+
+
+def test_launches_cost_the_same_for_a_group_of_any_size_so_that_groups_are_merged() -> None:
+    """Over a link on which a message costs next to nothing, nothing else speaks for large groups."""
+    many = of_json({f"layer{i}.weight": [64, 64] for i in range(100)})
+    free, gpu = (
+        predict(5, many, 1, latency_us=0, compute=dict.fromkeys(ON_GPU, Measured.assumed(compute)))
+        for compute in (replace(GPU, encode_us=0.0, decode_us=0.0), GPU)
+    )
+    for name in OPTIMIZERS:
+        assert gpu.auto[name].groups < free.auto[name].groups
+    whole = [predict(1, of_json({"w": [10**5]}), compute=of).ways for of in (FREE, ON_GPU)]
+    for alone, launched in zip(*whole, strict=True):
+        assert launched.step_ms - alone.step_ms >= (GPU.encode_us + GPU.decode_us) * 1e-3
 
 
 def test_bytes_are_those_of_the_simulation_and_exchanges_those_of_a_state() -> None:

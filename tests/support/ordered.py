@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 _device = ctypes.CDLL(_core.__file__)
 _Pointer, _Text, _Size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64
 _device.emulated_touch.argtypes = [_Pointer, _Pointer, _Size, ctypes.c_int, _Text]
+_device.emulated_give_back.argtypes = [_Pointer, _Pointer, _Size, _Text]
 _device.emulated_fresh.argtypes = [_Pointer, _Size]
 _device.cudaEventRecord.argtypes = [_Pointer, _Pointer]
 _device.cudaStreamWaitEvent.argtypes = [_Pointer, _Pointer, ctypes.c_uint]
@@ -71,6 +72,10 @@ class Stream:
         at, size = span_of(x)
         if size:
             _device.emulated_touch(self.handle, at, size, writes, who.encode())
+
+    def give_back(self, x: torch.Tensor, who: str) -> None:
+        """Frees it as torch's allocator does: the next operation of this stream may have its memory."""
+        _device.emulated_give_back(self.handle, *span_of(x), who.encode())
 
 
 def span_of(x: torch.Tensor) -> tuple[int, int]:

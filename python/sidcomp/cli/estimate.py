@@ -97,8 +97,8 @@ def assumptions(model: Model, found: Estimate, compute: dict[str, Measured], dev
     """What the prediction takes for granted, a sentence each."""
     if device is Device.gpu:
         speed = (
-            f"codecs on a GPU: encode {GPU.encode_ns:g} and decode {GPU.decode_ns:g} ns an element, "
-            "for every codec; not measured"
+            f"codecs on a GPU: encode {GPU.encode_ns:g} and decode {GPU.decode_ns:g} ns an element, and "
+            f"{GPU.encode_us + GPU.decode_us:g} us a group for their launches, for every codec; not measured"
         )
     else:
         costs = "; ".join(

@@ -19,8 +19,9 @@ from sidcomp.standalone.simulation import DENSE, Compute, Link, Measured, method
 FORWARD = 1 / 3  # of a step's computation; the backward pass takes twice as long
 BUCKET = 25 * 2**20  # bytes, DDP's default
 # Assumed of a GPU: an encode moves 20 bytes of its memory an element, a decode 10 bytes an element of each
-# payload, at 1 TB/s.
-GPU = Compute(encode_ns=0.020, decode_ns=0.010, merge_ns=0.010)
+# payload, at 1 TB/s. A group's launches take 25 to 35 us, estimated from their number (docs/cuda.md), so that
+# small groups are merged; where State("auto") trains on a GPU, it measures them.
+GPU = Compute(encode_ns=0.020, decode_ns=0.010, merge_ns=0.010, encode_us=18.0, decode_us=12.0)
 _LEAST = 0.03  # a gain below this share of a step is none
 _MOST_MS = 1e6
 _MOST_STEPS = 1_000_000

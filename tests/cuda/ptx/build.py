@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -34,47 +35,78 @@ def compiled(source: str, out: Path, more: list[str], *flags: str) -> Path:
     return out
 
 
+CODECS = re.findall(r"^SID_CODEC\((\w+), 1\)", (ROOT / "csrc" / "codecs.def").read_text(), re.M)
+
+
 def codecs_of(file: Path) -> list[str]:
-    """The codecs whose kernels a file has."""
+    """The codecs that a file defines, by itself or by a macro of its own."""
     text = (ROOT / file).read_text()
-    return [
-        name.replace("_", "-")
-        for name in re.findall(r"^const sid_cuda_codec sid_cuda_codec_(\w+) =", text, re.M)
-    ]
+    named = re.findall(r"^(?:const sid_cuda_codec sid_cuda_codec_(\w+) =|[A-Z]+\((\w+), )", text, re.M)
+    return [name.replace("_", "-") for name in CODECS if name in {one or other for one, other in named}]
+
+
+KERNELS = ("cuda", "csrc")
+TRANSLATOR = (
+    "tests/cuda/ptx/translate.py",
+    "tests/cuda/ptx/ptx.h",
+    "tests/cuda/emulate.h",
+    "tests/cuda/order.h",
+)
 
 
 @cache
-def sources() -> str:
-    """A digest of all that the kernels are compiled from."""
-    paths = [
-        p
-        for folder in ("cuda", "csrc", "tests/cuda/ptx")
-        for p in sorted((ROOT / folder).rglob("*"))
-        if p.is_file()
-    ]
+def digest_of(*places: str) -> str:
+    """A digest of all sources there: folders or files."""
     digest = hashlib.sha256()
-    for p in paths:
-        if p.suffix in (".cu", ".cuh", ".h", ".def", ".py"):
-            digest.update(p.read_bytes())
+    for place in places:
+        for p in sorted([ROOT / place, *(ROOT / place).rglob("*")]):
+            if p.is_file() and p.suffix in (".cu", ".cuh", ".h", ".def", ".py"):
+                digest.update(p.read_bytes())
     return digest.hexdigest()
 
 
-def translated(file: Path, arch: str, watched: bool) -> Path:
-    """The library of a file's compiled kernels."""
+def ptx_of(file: Path, arch: str) -> Path:
+    """What nvcc makes of a file; anew where the kernels have changed, which takes most of the time."""
+    ptx = OUT / arch.replace(".", "") / f"{file.stem}.ptx"
+    stamp, present = ptx.with_suffix(".ptx.stamp"), digest_of(*KERNELS)
+    if not (ptx.exists() and stamp.exists() and stamp.read_text() == present):
+        ptx.parent.mkdir(parents=True, exist_ok=True)
+        options = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc", "-DSID_WITH_CUDA"]
+        options += [f'-DSID_CUDA_ARCH="{arch}"', f"-arch=sm_{arch.replace('.', '')}", "-ptx"]
+        call([str(NVCC), *options, str(file), "-o", str(ptx)])
+        stamp.write_text(present)
+    return ptx
+
+
+ENTRY = re.compile(r"^(?:\.\w+ )*\.entry .*?^\}\n", re.M | re.S)
+AT_ONCE = 3_000_000  # bytes of PTX, whose C++ takes a compiler 15 seconds
+
+
+def parts_of(file: Path, arch: str) -> int:
+    """Of how many libraries none takes long to compile."""
+    return -(-ptx_of(file, arch).stat().st_size // AT_ONCE)
+
+
+def some_of(ptx: str, part: int, parts: int) -> str:
+    """With one in `parts` of its kernels."""
+    numbers = count()
+    return ENTRY.sub(lambda m: m[0] if next(numbers) % parts == part else "", ptx)
+
+
+def translated(file: Path, arch: str, watched: bool, part: int = 0, parts: int = 1) -> Path:
+    """The library of a file's compiled kernels, or of one of them in `parts`."""
     folder = OUT / (arch.replace(".", "") + ("-watched" if watched else ""))
-    out, stamp = folder / f"{file.stem}.so", folder / f"{file.stem}.stamp"
-    if out.exists() and stamp.exists() and stamp.read_text() == sources():
+    name = file.stem if parts == 1 else f"{file.stem}.{part}of{parts}"
+    out, stamp = folder / f"{name}.so", folder / f"{name}.stamp"
+    present = digest_of(*KERNELS, *TRANSLATOR)
+    if out.exists() and stamp.exists() and stamp.read_text() == present:
         return out
-    folder.mkdir(parents=True, exist_ok=True)
-    ptx = folder / f"{file.stem}.ptx"
-    options = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc", "-DSID_WITH_CUDA", f'-DSID_CUDA_ARCH="{arch}"']
-    call([str(NVCC), *options, f"-arch=sm_{arch.replace('.', '')}", "-ptx", str(file), "-o", str(ptx)])
-    source, module = translate(ptx.read_text())
+    source, module = translate(some_of(ptx_of(file, arch).read_text(), part, parts))
     assert not module.refused, f"{file}: {module.refused.most_common(5)}"
     compiled(source, out, [], *(["-DSID_PTX_WATCHED"] if watched else []))
     for kernel, counts in module.opcodes.items():
-        print(f"{file.stem} {arch} {kernel}: " + " ".join(f"{op} {n}" for op, n in counts.most_common()))
-    stamp.write_text(sources())
+        print(f"{name} {arch} {kernel}: " + " ".join(f"{op} {n}" for op, n in counts.most_common()))
+    stamp.write_text(present)
     return out
 
 
@@ -105,7 +137,7 @@ def folder_of(libraries: list[Path], extension: Path) -> Path:
             ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
         )
         for name in re.findall(r" T k_(\S+)", listed.stdout):
-            place = places.get((library.stem, name)) or places.get(("", name))
+            place = places.get((library.stem.split(".")[0], name)) or places.get(("", name))
             if place:  # else nothing launches it, and the host compiler has left it out
                 lines.append(f"{place} {library.name} {name}")
     folder = libraries[0].parent
