@@ -91,9 +91,11 @@ def run_path(watched: bool = False) -> str:
 
 
 def run(share: int, tests: str = "tests/cuda/test_cuda.py", watched: bool = False, **env: str) -> None:
+    """share: as in conftest.py; only 1 takes the slow ones, too."""
+    only = ["-m", "not slow"] if share > 1 else []
     with tempfile.NamedTemporaryFile("r") as report:  # of what stops the process, whose output pytest holds
         call(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests],
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests, *only],
             report=report,
             PYTHONPATH=run_path(watched),
             SHARE=str(share),
@@ -107,7 +109,7 @@ def test_kernels_on_the_emulation() -> None:
 
 
 def test_exchanges_on_the_emulation() -> None:
-    run(share=7, tests="tests/cuda/test_cuda_exchanges.py")
+    run(share=19, tests="tests/cuda/test_cuda_exchanges.py")
 
 
 @pytest.mark.slow
@@ -124,6 +126,7 @@ def test_nccl_on_the_emulation() -> None:
     run(share=1, tests="tests/native/test_nccl.py")
 
 
+@pytest.mark.slow
 def test_what_gpu_check_times_on_the_emulation() -> None:
     run(share=1, tests="tests/cuda/test_gpu_check.py", PYTEST_ADDOPTS="-m 'not slow'")
 
@@ -134,7 +137,7 @@ def test_steps_under_whatever_moves_work_in_time() -> None:
 
 
 def test_the_native_transport_on_the_emulation() -> None:
-    run(share=11, tests="tests/native/test_native.py")
+    run(share=23, tests="tests/native/test_native.py")
 
 
 def test_code_that_does_not_wait_is_not_launched_early() -> None:
