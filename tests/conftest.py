@@ -16,16 +16,26 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
+WITH_RANKS = ("ddp", "doors", "frameworks", "native", "runtime")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """SHARE=N: of the tests that differ in their parameters one in N; TURN=T: other ones for each T. Where
-    they are marked as many, every other one is slow."""
+    """SHARE=N: of the tests that differ in their parameters one in N. HALF=1: every other one of the rest in
+    the folders whose tests start ranks. TURN=T: other ones for each T. Where tests are marked as many, every
+    other one is slow."""
     for item in items:
         if item.get_closest_marker("many") and zlib.crc32(item.nodeid.encode()) % 2:
             item.add_marker(pytest.mark.slow)
     share, turn = int(os.environ.get("SHARE", "1")), int(os.environ.get("TURN", "0"))
-    # Half of the hash: its last bit says which of many are slow.
-    left = [i for i in items if "[" in i.name and (zlib.crc32(i.nodeid.encode()) // 2 - turn) % share]
+    rest = 2 if os.environ.get("HALF") else 1
+
+    def goes(item: pytest.Item) -> bool:
+        one_in = share if "[" in item.name else rest if item.path.parent.name in WITH_RANKS else 1
+        # Half of the hash: its last bit says which of many are slow.
+        return (zlib.crc32(item.nodeid.encode()) // 2 - turn) % one_in > 0
+
+    left = [i for i in items if goes(i)]
     if left:
         config.hook.pytest_deselected(items=left)
         gone = set(left)
