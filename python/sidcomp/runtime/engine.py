@@ -290,6 +290,7 @@ class Engine:
         self.quiet()
         if self._stays:  # else all ranks make groups here anyway, and compare how far they are
             self.meet_others()
+        self._replaced = None
         self._refuse = refuse
         if self._model is not None and self._model.shapes != model.shapes:
             self._kept_groups = []  # the checkpoint's are numbered by the rules for the former parameters
