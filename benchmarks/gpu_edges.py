@@ -234,7 +234,7 @@ class Emulation(Gpu):
         import ordered
         import torch
         import torch.distributed as dist
-        from sidcomp.runtime.process_group import Exchange
+        from sidcomp.runtime.communicator import Exchange
 
         # ordered.emulate replaces these for one State.
         places: list[tuple[Any, str]] = [

@@ -12,7 +12,7 @@ from typing import Any
 import accelerate
 import sidcomp
 import torch
-from sidcomp.integrations.accelerate import prepare
+from sidcomp.frameworks.accelerate import prepare
 from torch import nn
 
 accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())

@@ -14,7 +14,7 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sidcomp.integrations.lightning import Compression
+from sidcomp.frameworks.lightning import Compression
 from torch import nn
 
 warnings.filterwarnings("ignore", module="lightning")

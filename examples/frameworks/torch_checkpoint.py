@@ -15,7 +15,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sidcomp.integrations.distributed_checkpoint import Entries
+from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 

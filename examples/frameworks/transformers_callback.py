@@ -8,7 +8,7 @@ import tempfile
 
 import torch
 import transformers
-from sidcomp.integrations.transformers import Compression
+from sidcomp.frameworks.transformers import Compression
 
 VOCABULARY, LENGTH = 32, 16
 

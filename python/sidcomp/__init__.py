@@ -17,8 +17,8 @@ from sidcomp.config.presets import names as presets
 from sidcomp.config.registry import Codec, Parameter, codecs, exchanges, memories
 from sidcomp.config.schedule import Schedule
 from sidcomp.config.step_sizes import StepSizes, marsit_step_sizes
+from sidcomp.doors.optimizer_check import check_optimizer
 from sidcomp.errors import *  # noqa: F403
-from sidcomp.integrations.optimizer_check import check_optimizer
 from sidcomp.notices import strict
 from sidcomp.planner.fusion import evaluate, plan
 from sidcomp.planner.profile import Profile
@@ -32,25 +32,25 @@ for _old, _of in (("schedule", Schedule), ("profile", Profile), ("registry", Cod
 
 if TYPE_CHECKING:
     from sidcomp import fsdp
-    from sidcomp.integrations.ddp import hook, register, rewrap
-    from sidcomp.integrations.local_error import LocalError
-    from sidcomp.integrations.local_steps import LocalSteps
-    from sidcomp.integrations.outer import Outer
-    from sidcomp.integrations.process_group import configure, process_group
+    from sidcomp.doors.backend.process_group import configure, process_group
+    from sidcomp.doors.ddp import hook, register, rewrap
+    from sidcomp.local.local_error import LocalError
+    from sidcomp.local.local_steps import LocalSteps
+    from sidcomp.local.outer import Outer
     from sidcomp.state import State, preset
 
 _LAZY = {
-    "LocalError": "sidcomp.integrations.local_error",
-    "LocalSteps": "sidcomp.integrations.local_steps",
-    "Outer": "sidcomp.integrations.outer",
+    "LocalError": "sidcomp.local.local_error",
+    "LocalSteps": "sidcomp.local.local_steps",
+    "Outer": "sidcomp.local.outer",
     "State": "sidcomp.state",
-    "configure": "sidcomp.integrations.process_group",
+    "configure": "sidcomp.doors.backend.process_group",
     "fsdp": "sidcomp.fsdp",
-    "hook": "sidcomp.integrations.ddp",
+    "hook": "sidcomp.doors.ddp",
     "preset": "sidcomp.state",
-    "process_group": "sidcomp.integrations.process_group",
-    "register": "sidcomp.integrations.ddp",
-    "rewrap": "sidcomp.integrations.ddp",
+    "process_group": "sidcomp.doors.backend.process_group",
+    "register": "sidcomp.doors.ddp",
+    "rewrap": "sidcomp.doors.ddp",
 }
 
 __all__ = [

@@ -22,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp.config.grouping import shorten
 from sidcomp.config.policy import Exclude, Policy, parse_exclude
 from sidcomp.config.schedule import Setting
+from sidcomp.doors.fsdp.all_gather import AllGather, encodes_itself, for_parameters
+from sidcomp.doors.fsdp.hsdp import Door
+from sidcomp.doors.fsdp.reduce_scatter import Passes, ReduceScatter
+from sidcomp.doors.fsdp.units import Unit, check_torch, units_of
+from sidcomp.doors.roles import roles
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
-from sidcomp.integrations.all_gather import AllGather, encodes_itself, for_parameters
-from sidcomp.integrations.ddp import roles
-from sidcomp.integrations.fsdp_units import Unit, check_torch, units_of
-from sidcomp.integrations.hsdp import Door
-from sidcomp.integrations.reduce_scatter import Passes, ReduceScatter
 from sidcomp.state import State
 
 __all__ = ["compress", "compress_all_gather", "compress_reduce_scatter", "reshard"]

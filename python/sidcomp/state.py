@@ -893,3 +893,8 @@ def preset(name: str | Path, **changes: Any) -> State:
     State that replace those of the file. Raises ArgumentError, which names the file and the key.
     """
     return State.preset(name, **changes)
+
+
+def check_state(state: object) -> None:
+    if not isinstance(state, State):
+        raise ArgumentError(f'state={state!r}: give a sidcomp.State, such as sidcomp.State("topk")')

@@ -102,6 +102,6 @@ def test_updates_are_not_clipped_for_gradients() -> None:
 
 
 def test_the_backend_cannot_clip_a_model() -> None:
-    process_group = pytest.importorskip("sidcomp.integrations.process_group")
+    process_group = pytest.importorskip("sidcomp.doors.backend.process_group")
     with pytest.raises(sidcomp.ArgumentError, match="leave clip_gradient out"):
         process_group.configure("topk", clip_gradient=1.0)

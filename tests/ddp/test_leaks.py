@@ -179,7 +179,7 @@ def drop_while_under_way(rank: int, world: int) -> bool:
     """Rank 1 comes late to an exchange: rank 0, which has dropped its State, waits for nobody."""
     trained({"codec": "none"})
     before = at_rest()
-    owner = sidcomp.runtime.process_group.Exchange(dist.group.WORLD, torch.device("cpu"))
+    owner = sidcomp.runtime.communicator.Exchange(dist.group.WORLD, torch.device("cpu"))
     x = torch.ones(4)
     if rank == 1:
         time.sleep(1.0)

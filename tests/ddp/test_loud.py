@@ -22,7 +22,7 @@ from cases import CASES, Case, Scrambled, Trainer, square
 from harness import run
 from sidcomp.autotune import measurement
 from sidcomp.config.exchange_choice import MessagePlan
-from sidcomp.integrations.session import Session
+from sidcomp.frameworks.session import Session
 from sidcomp.runtime import engine as engines
 from sidcomp.runtime import optimizer_watch
 from sidcomp.runtime.cpu_executor import CpuExecutor

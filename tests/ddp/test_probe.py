@@ -25,7 +25,7 @@ from sidcomp.errors import ExchangeError
 from sidcomp.planner.cost_curve import Curve, fit, low
 from sidcomp.planner.profile import Method, Profile
 from sidcomp.runtime import point_to_point
-from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.communicator import Exchange
 
 CPU = torch.device("cpu")
 EVERY = [probe.Candidate(name) for name in KINDS]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from harness import run
 from sidcomp.autotune import codec_benchmark, probe
 from sidcomp.config.exchange_choice import ExchangeChoice
-from sidcomp.integrations import rank_states
-from sidcomp.runtime.process_group import Exchange
+from sidcomp.frameworks import rank_states
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.standalone.model_shapes import of_module
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate

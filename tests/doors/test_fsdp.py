@@ -14,7 +14,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
-from sidcomp.integrations.distributed_checkpoint import Entries
+from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate

@@ -34,7 +34,7 @@ STEPS = 12
 
 
 def compressing(codec: str | None = None, **arguments: Any) -> str:
-    import sidcomp.integrations.process_group as door
+    import sidcomp.doors.backend.process_group as door
 
     door.configure(codec, min_bytes=1000, **arguments)
     return "cpu:sidcomp,cuda:sidcomp"
@@ -1174,7 +1174,7 @@ def from_environment(rank: int, world: int) -> Any:
 
 
 def environment(text: str) -> str:
-    import sidcomp.integrations.process_group as door
+    import sidcomp.doors.backend.process_group as door
 
     os.environ["SIDCOMP"] = text
     return door.BACKEND

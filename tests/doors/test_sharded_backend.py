@@ -12,8 +12,8 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
-from sidcomp.integrations.backend_configuration import current
-from sidcomp.integrations.works import Decoding
+from sidcomp.doors.backend.configuration import current
+from sidcomp.doors.backend.works import Decoding
 from test_fsdp import alike, backward, flat, sharded
 from test_process_group import Summed, at_end, both_places, compressing, group
 from torch import nn

@@ -36,7 +36,7 @@ needs("accelerate")
 def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     as_torchrun(rank, world, room)
     import accelerate
-    from sidcomp.integrations.accelerate import prepare
+    from sidcomp.frameworks.accelerate import prepare
 
     def train(accelerator: Any, run: Any, epochs: int, state: sidcomp.State) -> dict[str, Any]:
         model, optimizer, loader = run

@@ -21,7 +21,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from launched import ARGUMENTS, BATCH, STEPS, as_torchrun, batches, network, optimizer_of, run_frameworks
-from sidcomp.integrations.distributed_checkpoint import Entries
+from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -122,7 +122,7 @@ def by_hand(kind: str) -> Run:
 
 def with_accelerate(rank: int, world: int, folder: Path, event: Event, resumes: bool) -> dict[str, Any]:
     import accelerate
-    from sidcomp.integrations.accelerate import prepare
+    from sidcomp.frameworks.accelerate import prepare
 
     accelerator = accelerate.Accelerator(cpu=True)
     module = network()
@@ -148,7 +148,7 @@ def with_accelerate(rank: int, world: int, folder: Path, event: Event, resumes: 
 def with_lightning(rank: int, world: int, folder: Path, event: Event, resumes: bool) -> dict[str, Any]:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from sidcomp.integrations.lightning import Compression
+    from sidcomp.frameworks.lightning import Compression
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -182,7 +182,7 @@ def with_lightning(rank: int, world: int, folder: Path, event: Event, resumes: b
 def with_transformers(rank: int, world: int, folder: Path, event: Event, resumes: bool) -> dict[str, Any]:
     import transformers
     from launched import dataset
-    from sidcomp.integrations.transformers import Compression
+    from sidcomp.frameworks.transformers import Compression
 
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import run
 from launched import ARGUMENTS, as_torchrun, example, network, optimizer_of, same, snapshot
-from sidcomp.integrations.distributed_checkpoint import Entries
+from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel

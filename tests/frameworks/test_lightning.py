@@ -29,7 +29,7 @@ from launched import (
     same,
     snapshot,
 )
-from sidcomp.integrations.session import Session
+from sidcomp.frameworks.session import Session
 from torch import nn
 
 needs("lightning")
@@ -44,7 +44,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.plugins.precision import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-    from sidcomp.integrations.lightning import Compression
+    from sidcomp.frameworks.lightning import Compression
     from torch.distributed.fsdp import fully_shard
 
     class Module(lightning.LightningModule):

@@ -49,7 +49,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     as_torchrun(rank, world, room)
     warnings.simplefilter("ignore")
     import transformers
-    from sidcomp.integrations.transformers import Compression
+    from sidcomp.frameworks.transformers import Compression
 
     class Examples(torch.utils.data.Dataset):
         """In the order in which the Trainer's ranks take batches by turns, those of the plain loop's."""

@@ -32,8 +32,8 @@ from sidcomp.autotune.exchange_benchmark import DeviceTravelling, Travelling
 from sidcomp.config import exchange_choice
 from sidcomp.config.exchange_choice import ExchangeChoice
 from sidcomp.runtime import nccl
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.group import Group
-from sidcomp.runtime.process_group import Exchange
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

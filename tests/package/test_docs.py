@@ -140,7 +140,7 @@ def find_path(path: str) -> None:
 def test_every_dotted_name_that_is_written_can_be_imported() -> None:
     written = [*PAGES, *(ROOT / "examples").glob("*.py"), *(ROOT / "python").rglob("*.py")]
     found = {path for page in written for path in paths_named(page.read_text())}
-    assert {"sidcomp.fsdp.compress", "sidcomp.integrations.lightning"} <= found and len(found) > 100
+    assert {"sidcomp.fsdp.compress", "sidcomp.frameworks.lightning"} <= found and len(found) > 100
     for path in sorted(found):
         find_path(path)
 
@@ -158,7 +158,7 @@ def test_fsdp_is_a_module_of_its_own(statement: str) -> None:
 
 def test_fsdp_says_which_torch_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an older torch the module can be imported, and its functions say what they need."""
-    from sidcomp.integrations import fsdp_units
+    from sidcomp.doors.fsdp import units as fsdp_units
 
     monkeypatch.setitem(sys.modules, "torch.distributed.fsdp._fully_shard._fsdp_state", None)
     importlib.reload(fsdp_units)

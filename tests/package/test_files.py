@@ -14,7 +14,7 @@ import torch
 from full_disk import no_more_than
 from sidcomp import files
 from sidcomp.config import presets
-from sidcomp.integrations import rank_states
+from sidcomp.frameworks import rank_states
 from sidcomp.planner import fusion, plan_plot
 from sidcomp.planner.cost_curve import Curve
 from sidcomp.planner.profile import Method, Profile
@@ -282,8 +282,8 @@ PARSING = {
 OWN = {
     "files.py": {"open", "json.loads", "savefig"},
     "config/presets.py": {"tomllib.loads"},  # text that `files` has bounded
-    "integrations/rank_states.py": {"torch.load", "torch.save"},  # a file that `files` writes, and memory
-    "integrations/distributed_checkpoint.py": {"torch.save"},  # memory
+    "frameworks/rank_states.py": {"torch.load", "torch.save"},  # a file that `files` writes, and memory
+    "frameworks/distributed_checkpoint.py": {"torch.save"},  # memory
     "cli/bench.py": {"open", "json.loads"},  # what its own processes say
     "cli/app.py": {"open"},  # /dev/null
     "cli/common.py": {"open"},  # to see whether a file can be written
@@ -291,7 +291,7 @@ OWN = {
     "runtime/nccl.py": {"open"},  # /proc/self/maps
     "autotune/local_ranks.py": {"json.loads"},  # what `bench` has given it
     "runtime/engine.py": {"open"},  # a bucket
-    "runtime/rounds.py": {"json.loads"},  # the record, from the store
+    "local/rendezvous.py": {"json.loads"},  # the record, from the store
 }
 
 

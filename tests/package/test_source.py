@@ -26,9 +26,9 @@ NEEDS = {f.__name__: BOTH for f in _device._device_constructors()} | {
 }
 # Where an address is compared with another one, and no call of the core gets it.
 COMPARED = {
-    "integrations/fsdp_units.py: Unit.complete",  # does the gradient lie in this buffer?
-    "integrations/recognition.py: Place.of",
-    "integrations/recognition.py: Place.holds",
+    "doors/fsdp/units.py: Unit.complete",  # does the gradient lie in this buffer?
+    "doors/backend/recognition.py: Place.of",
+    "doors/backend/recognition.py: Place.holds",
 }
 # What checks first.
 CHECKED = {

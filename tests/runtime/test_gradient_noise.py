@@ -14,7 +14,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
-from sidcomp.integrations.gradient_noise import (
+from sidcomp.local.gradient_noise import (
     MEASURED,
     SAMPLES,
     SKETCHES,

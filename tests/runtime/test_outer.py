@@ -13,7 +13,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
-from sidcomp.integrations import local_steps
+from sidcomp.local import local_steps
 from test_local_steps import OPTIMIZERS, alike, backward, flat, go_on, network
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from damaged import GONE, VALUES, changed, paths
 from sidcomp.config import presets
+from sidcomp.local import rendezvous as rounds
 from sidcomp.planner.cost_curve import Curve
 from sidcomp.planner.profile import Method, Profile
-from sidcomp.runtime import rounds
 
 PLAIN = [v for v in VALUES if not isinstance(v, torch.Tensor | bytes)]
 PIECES = (

@@ -25,7 +25,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import context, run
-from sidcomp.runtime import rounds
+from sidcomp.local import rendezvous as rounds
 from test_local_steps import OPTIMIZERS, alike, backward, flat, go_on, network
 from torch import nn
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from sidcomp import _core
 from sidcomp.autotune import collective_benchmark, controller, measurement, probe
 from sidcomp.runtime import cpu_executor, engine, step
-from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.communicator import Exchange
 
 READING = 1_000  # ns
 Cost = float | tuple[float, float]  # seconds of a byte or an element; or of a call, and of each

@@ -17,9 +17,9 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from sidcomp import _core
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.cuda_executor import CudaExecutor, Resident
 from sidcomp.runtime.group import Group
-from sidcomp.runtime.process_group import Exchange
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

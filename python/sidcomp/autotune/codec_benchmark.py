@@ -14,9 +14,9 @@ from sidcomp.config.exchange_choice import ExchangeChoice, MessagePlan
 from sidcomp.config.registry import Codec, resolve
 from sidcomp.config.schedule import Setting
 from sidcomp.runtime.block import DTYPES, Block
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.cuda_executor import CudaCollectiveCalls
 from sidcomp.runtime.form import CollectiveForm, Moment
-from sidcomp.runtime.process_group import Exchange
 
 _POOL = 5  # gradients in turn, so that no step repeats the one before
 _SHIFT = 2**10  # elements from one gradient to the next

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sidcomp import core as _core
 from sidcomp.address import address
 from sidcomp.runtime.block import BODIES, DTYPES
-from sidcomp.runtime.process_group import Exchange, exchanging
+from sidcomp.runtime.communicator import Exchange, exchanging
 
 _REPEATS = 15
 _BESIDE = 5  # overlapped repeats

@@ -11,10 +11,10 @@ from sidcomp.autotune.codec_benchmark import Candidate, Gradients, filled_state
 from sidcomp.autotune.collective_benchmark import Exchanging, Samples, Wait, clock, collective
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.runtime.block import Block
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.cuda_executor import CudaMessageCalls
 from sidcomp.runtime.form import Form, MessageForm, Moment
 from sidcomp.runtime.point_to_point import BatchedMessages, Messages
-from sidcomp.runtime.process_group import Exchange
 
 
 class Travelling:

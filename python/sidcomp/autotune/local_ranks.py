@@ -21,7 +21,7 @@ from sidcomp.config.kinds import from_environment
 from sidcomp.config.settings import Settings
 from sidcomp.errors import MismatchError
 from sidcomp.planner.cost_curve import low
-from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.communicator import Exchange
 
 TURNS = 5  # in which everything is measured once more
 _PATIENCE = 60.0  # seconds that a rank waits for the others, beside the time of the measurement

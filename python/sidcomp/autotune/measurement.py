@@ -24,9 +24,9 @@ from sidcomp.planner.fusion import evaluate
 from sidcomp.planner.profile import Profile, model_digest
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.engine import Engine
 from sidcomp.runtime.layout import Layout
-from sidcomp.runtime.process_group import Exchange
 
 Agree = Callable[[list[int]], list[int]]
 

@@ -29,7 +29,7 @@ from sidcomp.errors import ArgumentError, UnsupportedError
 from sidcomp.planner.cost_curve import Curve, Level, fit
 from sidcomp.planner.profile import Method, format_bytes
 from sidcomp.runtime.block import DTYPES
-from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.communicator import Exchange
 
 __all__ = ["Candidate", "Measurement", "Progress", "measure"]
 

@@ -16,11 +16,11 @@ from sidcomp.config.registry import find_memory
 from sidcomp.config.settings import Settings
 from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.runtime.checkpoint_reader import FORMAT, STATE_HEADER, read
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Rates
 from sidcomp.runtime.members import known, rank_of, size_of
-from sidcomp.runtime.process_group import Exchange
 
 logger = logging.getLogger("sidcomp")
 

@@ -2,8 +2,8 @@
 
 import weakref
 
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.form import InPlaceForm
-from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.transport import Computation, Exchanged, G, Inline, Works, finish_later
 
 

@@ -16,10 +16,10 @@ from sidcomp.errors import ExchangeError, UnsupportedError
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint import residual_of
 from sidcomp.runtime.collectives import SingleCollective
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.form import Form, MessageForm, Moment
 from sidcomp.runtime.group import Group, Residual
 from sidcomp.runtime.point_to_point import PointToPoint
-from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.ranges import span
 from sidcomp.runtime.reductions import Reductions
 from sidcomp.runtime.replica_check import ReplicaCheck

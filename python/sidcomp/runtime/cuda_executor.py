@@ -18,11 +18,11 @@ from sidcomp.errors import CorruptPayloadError, UnsupportedError
 from sidcomp.runtime.block import Block
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.collectives import Collectives
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.form import CollectiveForm, Form, InPlaceForm, MessageForm, Moment
 from sidcomp.runtime.group import Group, Residual
 from sidcomp.runtime.nccl import Native, Progress, open_library
 from sidcomp.runtime.point_to_point import BatchedMessages
-from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.ranges import span
 from sidcomp.runtime.replica_check import ReplicaCheck
 from sidcomp.runtime.step import Step

@@ -1,7 +1,7 @@
 """The engine: runs the steps of one model. It takes buckets of named gradients, and returns their averages.
 
-A door (sidcomp.integrations) passes it a model's buckets once (`form`) and then, in every step, each bucket
-as soon as its gradients are ready (`ready`). The door gets a future for each bucket.
+A door (sidcomp.doors, sidcomp.local) passes it a model's buckets once (`form`) and then, in every step, each
+bucket as soon as its gradients are ready (`ready`). The door gets a future for each bucket.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from sidcomp.errors import ArgumentError, RankError, SetupError
 from sidcomp.runtime import announcement, checkpoint, forming
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.clipping import clip
+from sidcomp.runtime.communicator import TOLD, Exchange, connect
 from sidcomp.runtime.cpu_executor import CpuExecutor
 from sidcomp.runtime.cuda_executor import CudaExecutor
 from sidcomp.runtime.executor import Executor
@@ -31,7 +32,6 @@ from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Key, Rates
 from sidcomp.runtime.members import known
 from sidcomp.runtime.optimizer_watch import Looking, Unfollowed, Watch, scaler_in_use
-from sidcomp.runtime.process_group import TOLD, Exchange, connect
 from sidcomp.runtime.ranges import profiling
 from sidcomp.runtime.replica_check import ReplicaCheck
 from sidcomp.runtime.step import Step

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from sidcomp import core as _core
 from sidcomp.config.settings import Settings
 from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.group import Group, Residual
-from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.replica_check import ReplicaCheck
 
 Future = torch.futures.Future

@@ -15,10 +15,10 @@ from sidcomp.errors import RankError, UnsupportedError
 from sidcomp.runtime import checkpoint
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.executor import Executor
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.layout import Layout
-from sidcomp.runtime.process_group import Exchange
 
 _FAILED = bytes(32)  # sent in place of a digest
 

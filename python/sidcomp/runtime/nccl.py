@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from sidcomp import core as _core
 from sidcomp.errors import ExchangeError, SidcompError, UnsupportedError
-from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.communicator import Exchange
 
 logger = logging.getLogger("sidcomp")
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.config.exchange_choice import MessagePlan
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.form import Form
-from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.transport import Computation, Exchanged, G, Inline, Transfer, Works
 
 _Queue = SimpleQueue[Transfer[Any] | None]

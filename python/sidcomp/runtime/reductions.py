@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from sidcomp.runtime.collectives import Collectives
-from sidcomp.runtime.process_group import Exchange, connect
+from sidcomp.runtime.communicator import Exchange, connect
 from sidcomp.runtime.transport import Computation, Exchanged, G, Transfer, Works
 
 _Queue = SimpleQueue[Transfer[Any] | None]

@@ -7,8 +7,8 @@ import torch
 from sidcomp import core as _core
 from sidcomp.address import address
 from sidcomp.errors import DivergenceError
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.group import Group
-from sidcomp.runtime.process_group import Exchange
 
 
 class ReplicaCheck:

@@ -4,7 +4,7 @@ import gc
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -16,13 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp import notices
 from sidcomp.autotune.controller import Controller
 from sidcomp.config.grouping import shorten
+from sidcomp.doors.ddp_checks import PYTHON_REDUCER, converted, kind, reduced, refuse, refuse_join
+from sidcomp.doors.names import named_parameters
+from sidcomp.doors.roles import roles
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
-from sidcomp.integrations.names import named_parameters
-from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket, failed
-from sidcomp.runtime.checkpoint_reader import without_wrapper
 from sidcomp.runtime.engine import UNFINISHED, Engine, Model
-from sidcomp.runtime.group import Group
 from sidcomp.runtime.members import rank_of
 from sidcomp.state import State
 
@@ -31,10 +30,6 @@ _FIRST_LOOK, _LATER = 4, 16
 
 # Do not import annotations from __future__ here: DDP compares a hook's annotations with the types themselves.
 
-_PYTHON_REDUCER = (
-    "torch.compile's python reducer does not work with communication hooks: set "
-    'torch._dynamo.config.optimize_ddp to True or "ddp_optimizer", or to False'
-)
 _FSDP = (
     "FullyShardedDataParallel hands a hook single tensors, not buckets, and ignores futures: use fully_shard "
     "with sidcomp.fsdp.compress, or DistributedDataParallel"
@@ -59,7 +54,7 @@ def hook(
     if more or isinstance(bucket, torch.Tensor):
         raise UnsupportedError(_FSDP)
     if not hasattr(bucket, "buffer"):  # the python reducer passes a tuple, and ignores what a hook returns
-        raise UnsupportedError(_PYTHON_REDUCER)
+        raise UnsupportedError(PYTHON_REDUCER)
     if not isinstance(state, State):
         return failed(
             SetupError(f"sidcomp.hook was registered with a {type(state).__name__}; it needs a sidcomp.State")
@@ -87,7 +82,7 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
     if not isinstance(state, State):
         codec = state if isinstance(state, str) else "topk"
         raise ArgumentError(f'state={state!r}: make a State: register(ddp, sidcomp.State("{codec}"))')
-    if how := _converted(ddp):
+    if how := converted(ddp):
         raise SetupError(
             f"{how} since DDP wrapped the module, and DDP does not average its gradient any more: convert "
             "the module before DDP(module), or wrap it in a new DDP"
@@ -181,136 +176,13 @@ def owner(state: State) -> DistributedDataParallel:
     )
 
 
-def refuse(ddp: DistributedDataParallel) -> None:
-    """Raises UnsupportedError, which says what to change, if sidcomp does not support the model."""
-    if getattr(ddp, "_use_python_reducer", False):
-        raise UnsupportedError(_PYTHON_REDUCER)
-    if getattr(ddp, "mixed_precision", None) is not None:
-        raise UnsupportedError(
-            "DDP(mixed_precision=...) takes the only hook that DDP has: leave it out and use torch.autocast, "
-            "or convert the module"
-        )
-    if getattr(ddp, "skip_all_reduce_unused_params", False):
-        raise UnsupportedError(
-            "DDP(skip_all_reduce_unused_params=True) lets ranks reduce different buckets: leave it out; "
-            "find_unused_parameters=True works"
-        )
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            raise UnsupportedError(f"module {name!r} has sparse gradients: construct it with sparse=False")
-    if new := _unwrapped(ddp):
-        raise SetupError(
-            f"DDP does not average {shorten(new)}, which the module did not have when it was wrapped: wrap "
-            "the changed module in a new DDP"
-        )
-    for name, p in _reduced(ddp).items():
-        if p.dtype not in DTYPES and not p.is_complex():
-            raise UnsupportedError(
-                f"{name} has {p.dtype} gradients, not {', '.join(DTYPES.values())}: convert the module"
-            )
-        if p.is_complex():
-            raise UnsupportedError(
-                f"parameter {name!r} is complex: keep its real and imaginary parts as two real ones"
-            )
-        if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):  # importing it takes half a second
-            raise UnsupportedError(
-                f"parameter {name!r} is a DTensor, which DDP does not reduce: give DDP plain tensors"
-            )
-        if hasattr(p, "_in_backward_optimizers"):
-            raise UnsupportedError(
-                f"parameter {name!r} has an optimizer in the backward pass, which takes the only hook that "
-                "DDP has: step the optimizer after backward()"
-            )
-
-
-def _unwrapped(ddp: DistributedDataParallel) -> list[str]:
-    """The names of the parameters that the module did not have when it was wrapped, and that require a
-    gradient. DDP does not average them, and says nothing."""
-    wrapped = getattr(ddp, "_module_parameters", None)
-    if wrapped is None:
-        return []
-    known = set(map(id, wrapped))
-    return [name for name, p in _reduced(ddp).items() if id(p) not in known]
-
-
-def refuse_join(ddp: DistributedDataParallel, groups: Sequence[Group]) -> None:
-    """Raises UnsupportedError if a rank without data would do more than add zero to a sum."""
-    if not ddp._divide_by_initial_world_size:
-        raise UnsupportedError(
-            "DDP's join(divide_by_initial_world_size=False) divides by the number of ranks that have data "
-            "left, which sidcomp does not know: leave it True, or give every rank the same number of batches "
-            "(drop_last=True) and leave join() out"
-        )
-    for g in groups:
-        p = g.plan
-        if g.in_messages or not p.linear or p.vectors or p.reductions > 1:
-            raise UnsupportedError(
-                "DDP's join() sends zeros for ranks that have run out of data, which would flush the "
-                "residual, or be decoded as gradients that are not zero: give every rank the same number of "
-                "batches (drop_last=True) and leave join() out, or take a codec that the ranks sum in one "
-                f"exchange (none, fp16, bf16), with memory='none'; here codec is {p.codec!r}, memory "
-                f"{p.memory!r}"
-            )
-
-
-def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters that DDP reduces, by name; shared ones occur once, under their first name."""
-    return {
-        without_wrapper(name): p
-        for name, p in ddp.module.named_parameters()
-        if p.requires_grad and name not in ddp.parameters_to_ignore
-    }
-
-
-def roles(module: torch.nn.Module) -> dict[str, frozenset[str]]:
-    """The names of the parameters that are embeddings, and of those of the last layer that has a matrix."""
-    names = {id(p): name for name, p in named_parameters(module)}
-    tables, last = [], []
-    for m in module.modules():
-        own = list(m.parameters(recurse=False))
-        if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            tables += own
-        elif any(p.dim() > 1 for p in own):
-            last = own
-    return {
-        "embedding": frozenset(names[id(p)] for p in tables),
-        "output": frozenset(names[id(p)] for p in last),
-    }
-
-
-# What DDP's log of a model calls dtypes.
-_CALLED = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-}
-
-
-def _converted(ddp: DistributedDataParallel) -> str:
-    """Says what the parameters have become since the module was wrapped; "" if they are what they were. Not
-    for a backward pass, in which DDP keeps its log locked."""
-    log = ddp._get_ddp_logging_data() if ddp.logger is not None else {}  # type: ignore[no-untyped-call]
-    then = log.get("dtypes", "").split(", ")
-    for name, p in _reduced(ddp).items():
-        if then != [""] and (now := _CALLED.get(p.dtype)) is not None and now not in then:
-            return f"{name!r} has become {_kind(p)}"
-        if p.device.type != getattr(ddp, "device", p.device).type:
-            return f"{name!r} has moved to {p.device}"
-    return ""
-
-
-def _kind(p: torch.Tensor) -> str:
-    return f"{str(p.dtype)[6:]} on {p.device}"
-
-
 class _Wrapped:
     """A parameter, and what it was when its module was registered. node: accumulates its gradient, and has
     DDP's own hook. `module.to(dtype)` and the like replace it, and then DDP averages nothing and says
     nothing."""
 
     def __init__(self, name: str, p: torch.nn.Parameter) -> None:
-        self.name, self.p, self.dtype, self.device, self.kind = name, p, p.dtype, p.device, _kind(p)
+        self.name, self.p, self.dtype, self.device, self.kind = name, p, p.dtype, p.device, kind(p)
         self.node: Any = None
 
     @property
@@ -327,9 +199,9 @@ class _BeforeForward:
     """Called before each forward pass of a DDP model, to which it belongs: says at once what DDP does not say
     of a module that has been converted since, or of a static graph. It does not keep the door alive."""
 
-    def __init__(self, door: "DDPDoor", reduced: dict[str, torch.nn.Parameter]) -> None:
+    def __init__(self, door: "DDPDoor", wrapped: dict[str, torch.nn.Parameter]) -> None:
         self._door = weakref.ref(door)
-        self._all = list(itertools.starmap(_Wrapped, reduced.items()))
+        self._all = list(itertools.starmap(_Wrapped, wrapped.items()))
         self._some = [self._all[0], self._all[-1]] if self._all else []
         for one in self._some:
             one.node = get_gradient_edge(one.p).node
@@ -358,7 +230,7 @@ class _BeforeForward:
             self._steps = door.steps
         if found:
             self._told = True
-            then, now = found[0].kind, _kind(found[0].p)
+            then, now = found[0].kind, kind(found[0].p)
             how = f"from {then} to {now}" if then != now else "to another dtype or device, and back"
             notices.warn(
                 f"parameter {found[0].name!r} was converted since DDP wrapped the module, {how}: DDP no "
@@ -382,7 +254,7 @@ class _InCopy:
         if self._hook is not None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         group = ddp.process_group
-        trained = next(iter(_reduced(ddp).values()), None)
+        trained = next(iter(reduced(ddp).values()), None)
         if trained is not None:
             self._hook = trained.register_hook(  # type: ignore[no-untyped-call]
                 lambda _: self._warn(rank_of(group))
@@ -416,17 +288,17 @@ class DDPDoor:
     """
 
     def __init__(self, ddp: DistributedDataParallel, engine: Engine) -> None:
-        reduced = _reduced(ddp)
+        wrapped = reduced(ddp)
         self.ref = weakref.ref(ddp)
         self.engine = engine
         self.model = Model(
             ddp.process_group,
-            {name: tuple(p.shape) for name, p in reduced.items()},
+            {name: tuple(p.shape) for name, p in wrapped.items()},
             {id(p): name for name, p in named_parameters(ddp.module)},
             gradients=True,
         )
-        self.expected = frozenset(map(id, reduced.values()))  # ids of the parameters that DDP reduces
-        self.device = list(reduced.values())[-1].device if reduced else torch.device("cpu")
+        self.expected = frozenset(map(id, wrapped.values()))  # ids of the parameters that DDP reduces
+        self.device = list(wrapped.values())[-1].device if wrapped else torch.device("cpu")
         # DDP rebuilds its buckets once it knows the order of the gradients
         self._rebuilds = ddp.static_graph or not ddp.find_unused_parameters
         self._index: dict[int, int] = {}  # a bucket's index, by the id of its first parameter
@@ -435,7 +307,7 @@ class DDPDoor:
         self._discovery: _Discovery | None = None
         self.steps = 0  # that this door has seen
         self._look_at = _FIRST_LOOK  # the step in which the module is compared with the one that was wrapped
-        ddp.register_forward_pre_hook(_BeforeForward(self, reduced))
+        ddp.register_forward_pre_hook(_BeforeForward(self, wrapped))
         # After a failure, while DDP still runs that step: the error, and the first parameters of the buckets
         # so far.
         self._broken: tuple[Exception, set[int]] | None = None
@@ -464,7 +336,7 @@ class DDPDoor:
     def _look(self, ddp: DistributedDataParallel) -> None:
         """Warns if the module is no longer the one that was wrapped. It looks at every parameter, so only few
         steps call it."""
-        now = _reduced(ddp)
+        now = reduced(ddp)
         rank = rank_of(self.model.process_group)
         if new := [name for name, p in now.items() if id(p) not in self.expected]:
             notices.warn(

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from sidcomp.doors.fsdp.all_gather import encodes_itself
 from sidcomp.errors import UnsupportedError
-from sidcomp.integrations.all_gather import encodes_itself
 
 try:
     from torch.distributed.fsdp import FSDPModule

@@ -11,15 +11,15 @@ try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ModuleNotFoundError as missing:
     raise ImportError(
-        "sidcomp.integrations.transformers needs Transformers and Accelerate: "
+        "sidcomp.frameworks.transformers needs Transformers and Accelerate: "
         "pip install 'transformers[torch]'",
         name="transformers",
     ) from missing
 
 from sidcomp import files, notices
 from sidcomp.errors import ArgumentError, SetupError
-from sidcomp.integrations import rank_states
-from sidcomp.integrations.session import Session, ddp_of
+from sidcomp.frameworks import rank_states
+from sidcomp.frameworks.session import Session, ddp_of
 from sidcomp.state import State
 
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from sidcomp import notices
 from sidcomp.config.grouping import shorten
+from sidcomp.doors.fsdp.peers import Peers
+from sidcomp.doors.fsdp.units import Unit
 from sidcomp.errors import RankError, SetupError, SidcompError, UnsupportedError
-from sidcomp.integrations.fsdp_units import Unit
-from sidcomp.integrations.peers import Peers
 from sidcomp.runtime import forming
 from sidcomp.runtime.bucket import Bucket, no_buffer
+from sidcomp.runtime.communicator import TOLD, has_gloo
 from sidcomp.runtime.engine import UNFINISHED, Model
-from sidcomp.runtime.process_group import TOLD, has_gloo
 from sidcomp.state import State
 
 Future = torch.futures.Future

@@ -15,21 +15,20 @@ from torch.distributed.rendezvous import rendezvous
 
 from sidcomp.config.accuracy import OUTER
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
-from sidcomp.integrations.attendance import Attendance
-from sidcomp.integrations.local_parts import (
+from sidcomp.local.elastic import Attendance
+from sidcomp.local.local_steps import LocalSteps, _Part
+from sidcomp.local.rendezvous import START_S, Rounds
+from sidcomp.local.vectors import (
     check_flag,
     check_saved,
-    check_state,
     lacks,
     named_group,
     open_engine,
     serve,
 )
-from sidcomp.integrations.local_steps import LocalSteps, _Part
 from sidcomp.runtime.optimizers import Optimizers
 from sidcomp.runtime.plain_data import anything, count, flag, listing, record, table, whole
-from sidcomp.runtime.rounds import START_S, Rounds
-from sidcomp.state import State
+from sidcomp.state import State, check_state
 
 _runs: Counter[str] = Counter()  # objects with a deadline that this process has made
 

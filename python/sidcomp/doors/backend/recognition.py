@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sidcomp.doors.backend.configuration import Configuration
+from sidcomp.doors.backend.ddp_buckets import Holding
+from sidcomp.doors.fsdp import parameter_groups
+from sidcomp.doors.fsdp.reduce_scatter import ReduceScatter
 from sidcomp.errors import SetupError
-from sidcomp.integrations import parameter_groups
-from sidcomp.integrations.backend_configuration import Configuration
-from sidcomp.integrations.ddp_buckets import Holding
-from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import UNFINISHED, Engine, Model
 from sidcomp.state import State

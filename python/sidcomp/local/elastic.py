@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from sidcomp.errors import CorruptPayloadError, ExchangeError, SidcompError, UnsupportedError
-from sidcomp.integrations.local_parts import by_kind
+from sidcomp.local.rendezvous import Meeting, Record, RoundExchange, Rounds, Undone
+from sidcomp.local.vectors import by_kind
+from sidcomp.runtime.communicator import name_ranks
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.layout import Layout
-from sidcomp.runtime.process_group import name_ranks
-from sidcomp.runtime.rounds import Meeting, Record, RoundExchange, Rounds, Undone
 
 logger = logging.getLogger("sidcomp")
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp import notices
+from sidcomp.doors.ddp import register
 from sidcomp.errors import ArgumentError, SetupError
-from sidcomp.integrations.ddp import register
 from sidcomp.runtime.optimizers import enabled
 from sidcomp.runtime.scalars import Scalars
 from sidcomp.state import State

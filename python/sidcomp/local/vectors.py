@@ -11,25 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidcomp.doors.names import named_parameters
+from sidcomp.doors.roles import roles
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
-from sidcomp.integrations.ddp import roles
-from sidcomp.integrations.gradient_noise import Noise
-from sidcomp.integrations.names import named_parameters
+from sidcomp.local.gradient_noise import Noise
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint_reader import unlike
+from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.members import refuse
 from sidcomp.runtime.optimizers import enabled
 from sidcomp.runtime.plain_data import Check
-from sidcomp.runtime.process_group import exchanging
 from sidcomp.state import State
 
 BUCKET_BYTES = 25 * 2**20
-
-
-def check_state(state: object) -> None:
-    if not isinstance(state, State):
-        raise ArgumentError(f'state={state!r}: give a sidcomp.State, such as sidcomp.State("topk")')
 
 
 def check_flag(name: str, value: object) -> None:

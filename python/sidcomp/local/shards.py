@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
-from sidcomp.integrations.peers import Peers
 
 try:
     from torch.distributed.fsdp import FSDPModule

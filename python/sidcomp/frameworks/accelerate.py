@@ -12,16 +12,16 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
 except ModuleNotFoundError as missing:
     raise ImportError(
-        "sidcomp.integrations.accelerate needs Accelerate: pip install accelerate", name="accelerate"
+        "sidcomp.frameworks.accelerate needs Accelerate: pip install accelerate", name="accelerate"
     ) from missing
 
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp import notices
+from sidcomp.doors.ddp import register
 from sidcomp.errors import SetupError
-from sidcomp.integrations import rank_states
-from sidcomp.integrations.ddp import register
-from sidcomp.integrations.session import ddp_of
+from sidcomp.frameworks import rank_states
+from sidcomp.frameworks.session import ddp_of
 from sidcomp.runtime.optimizers import enabled
 from sidcomp.state import State
 

@@ -13,10 +13,10 @@ from sidcomp.config.grouping import UNITS
 from sidcomp.config.kinds import is_list
 from sidcomp.config.policy import by_size, check_rule, fits
 from sidcomp.config.registry import find_codec
+from sidcomp.doors.fsdp import parameter_groups
+from sidcomp.doors.fsdp.all_gather import AllGather, for_parameters
+from sidcomp.doors.fsdp.reduce_scatter import ReduceScatter
 from sidcomp.errors import ArgumentError, ParameterError, UnsupportedError
-from sidcomp.integrations import parameter_groups
-from sidcomp.integrations.all_gather import AllGather, for_parameters
-from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.state import State
 
 BACKEND = "sidcomp"

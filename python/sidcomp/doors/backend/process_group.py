@@ -1,6 +1,6 @@
 """A process group that compresses the gradients that a program all-reduces.
 
-    import sidcomp.integrations.process_group
+    import sidcomp.doors.backend.process_group
     torch.distributed.init_process_group("cpu:sidcomp,cuda:sidcomp")
 
 The rest of the program stays as it is. `SIDCOMP="topk:density=0.05"` in the environment, or `configure(...)`
@@ -29,12 +29,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from sidcomp import notices
 from sidcomp.config import accuracy as accuracy_of
 from sidcomp.config.accuracy import adaptive
-from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
-from sidcomp.integrations import backend_checkpoint, parameter_groups
-from sidcomp.integrations.after_backward import AfterBackward
-from sidcomp.integrations.agreement import check_same
-from sidcomp.integrations.all_gather import AllGather
-from sidcomp.integrations.backend_configuration import (
+from sidcomp.doors.backend import checkpoint as backend_checkpoint
+from sidcomp.doors.backend.after_backward import AfterBackward
+from sidcomp.doors.backend.agreement import check_same
+from sidcomp.doors.backend.configuration import (
     BACKEND,
     REPLICAS,
     SHARDS,
@@ -43,10 +41,13 @@ from sidcomp.integrations.backend_configuration import (
     configure,
     current,
 )
-from sidcomp.integrations.ddp_buckets import Holding, Seen, holdings, models_on
-from sidcomp.integrations.recognition import AT_END, PATIENCE, Call, Door, Origin, Passes, Program, whose
-from sidcomp.integrations.reduce_scatter import ReduceScatter
-from sidcomp.integrations.works import Decoding, Reducing
+from sidcomp.doors.backend.ddp_buckets import Holding, Seen, holdings, models_on
+from sidcomp.doors.backend.recognition import AT_END, PATIENCE, Call, Door, Origin, Passes, Program, whose
+from sidcomp.doors.backend.works import Decoding, Reducing
+from sidcomp.doors.fsdp import parameter_groups
+from sidcomp.doors.fsdp.all_gather import AllGather
+from sidcomp.doors.fsdp.reduce_scatter import ReduceScatter
+from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.runtime.announcement import compressed
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.members import Members, checked, known, members_of

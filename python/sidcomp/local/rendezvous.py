@@ -29,8 +29,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from sidcomp.errors import CheckpointError, ExchangeError, SetupError
 from sidcomp.runtime import plain_data, reaper
+from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.plain_data import count, flag, listing, whole
-from sidcomp.runtime.process_group import Exchange
 
 Record = dict[str, Any]
 

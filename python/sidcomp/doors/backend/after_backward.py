@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sidcomp.integrations.recognition import PATIENCE, Call, Origin, Passes, Program
+from sidcomp.doors.backend.recognition import PATIENCE, Call, Origin, Passes, Program
 
 _MOST_CUTS = 10 * PATIENCE  # lists that no step has ended, after which nobody looks for one
 

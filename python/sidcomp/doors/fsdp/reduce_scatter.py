@@ -15,8 +15,8 @@ from sidcomp.config.schedule import Setting
 from sidcomp.errors import CheckpointError, ExchangeError, SetupError, SidcompError, UnsupportedError
 from sidcomp.runtime.block import DTYPES, Block
 from sidcomp.runtime.checkpoint_reader import unlike
+from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.plain_data import count
-from sidcomp.runtime.process_group import exchanging
 
 
 class Passes:

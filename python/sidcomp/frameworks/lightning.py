@@ -16,13 +16,13 @@ except ModuleNotFoundError:
         from pytorch_lightning.trainer.states import TrainerFn
     except ModuleNotFoundError as missing:
         raise ImportError(
-            "sidcomp.integrations.lightning needs Lightning: pip install lightning", name="lightning"
+            "sidcomp.frameworks.lightning needs Lightning: pip install lightning", name="lightning"
         ) from missing
 
 from sidcomp import notices
 from sidcomp.errors import CheckpointError, SetupError
-from sidcomp.integrations import rank_states
-from sidcomp.integrations.session import Session, ddp_of
+from sidcomp.frameworks import rank_states
+from sidcomp.frameworks.session import Session, ddp_of
 from sidcomp.state import State
 
 _KEY = "sidcomp"

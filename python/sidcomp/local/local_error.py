@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
-from sidcomp.integrations.gradient_noise import GradientNoise, Noise, RowNoise, SketchNoise, second_betas
-from sidcomp.integrations.local_parts import (
+from sidcomp.local.gradient_noise import GradientNoise, Noise, RowNoise, SketchNoise, second_betas
+from sidcomp.local.shards import Shards, reshard
+from sidcomp.local.vectors import (
     Part,
     Stray,
     broadcast,
     buckets,
     check,
     check_saved,
-    check_state,
     compare,
     finite,
     group_of,
@@ -31,12 +31,11 @@ from sidcomp.integrations.local_parts import (
     trained,
     whereabouts,
 )
-from sidcomp.integrations.local_shards import Shards, reshard
+from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.optimizers import Optimizers, chains
 from sidcomp.runtime.plain_data import anything, count, positive, table, text
-from sidcomp.runtime.process_group import exchanging
-from sidcomp.state import State
+from sidcomp.state import State, check_state
 
 _SAVED = ("agreed", "base", "arriving", "own")
 

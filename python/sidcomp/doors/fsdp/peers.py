@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.errors import ExchangeError
-from sidcomp.runtime.process_group import exchanging
+from sidcomp.runtime.communicator import exchanging
 
 
 class Peers:

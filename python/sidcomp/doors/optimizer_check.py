@@ -27,8 +27,8 @@ def check_optimizer(state: "State", optimizer: "Optimizers", clip_grad_norm: flo
     """
     import torch.distributed as dist  # this module is imported where there is no torch
 
-    from sidcomp.integrations.local_parts import check_state
     from sidcomp.runtime.optimizers import chains
+    from sidcomp.state import check_state
 
     check_state(state)
     if clip_grad_norm is not None and not is_number(clip_grad_norm):

@@ -14,7 +14,7 @@ from sidcomp.config.registry import find_codec, resolve
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import SidcompError, UnsupportedError
 from sidcomp.runtime.block import DTYPES, Block
-from sidcomp.runtime.process_group import exchanging
+from sidcomp.runtime.communicator import exchanging
 
 
 class AllGather:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from sidcomp.integrations.names import named_parameters
+from sidcomp.doors.names import named_parameters
 
 
 class Holding(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from sidcomp import core as _core
+from sidcomp.doors.backend.recognition import Call, Program
 from sidcomp.errors import CheckpointError
-from sidcomp.integrations.recognition import Call, Program
 from sidcomp.runtime.block import DTYPES
 
 FORMAT = 1

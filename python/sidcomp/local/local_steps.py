@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
-from sidcomp.integrations.gradient_noise import SketchNoise, second_betas
-from sidcomp.integrations.local_parts import (
+from sidcomp.local.gradient_noise import SketchNoise, second_betas
+from sidcomp.local.shards import Shards, reshard
+from sidcomp.local.vectors import (
     Part,
     Stray,
     broadcast,
@@ -18,7 +19,6 @@ from sidcomp.integrations.local_parts import (
     check,
     check_flag,
     check_saved,
-    check_state,
     compare,
     cut,
     finite,
@@ -32,12 +32,11 @@ from sidcomp.integrations.local_parts import (
     trained,
     whereabouts,
 )
-from sidcomp.integrations.local_shards import Shards, reshard
+from sidcomp.runtime.communicator import has_gloo
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.optimizers import Optimizers, chains
 from sidcomp.runtime.plain_data import anything, count, positive, table
-from sidcomp.runtime.process_group import has_gloo
-from sidcomp.state import State
+from sidcomp.state import State, check_state
 
 
 class LocalSteps:

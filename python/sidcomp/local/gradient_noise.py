@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import CheckpointError
-from sidcomp.integrations.local_shards import is_sharded, own_part
+from sidcomp.local.shards import is_sharded, own_part
 from sidcomp.runtime import plain_data
 from sidcomp.runtime.checkpoint_reader import unlike
-from sidcomp.runtime.process_group import exchanging
+from sidcomp.runtime.communicator import exchanging
 
 SAMPLES = 16  # elements of each parameter
 _DECAY = 0.9  # of the running sums of samples, in each exchange

@@ -1,0 +1,1 @@
+"""FSDP2 and HSDP: the collectives of `fully_shard`, compressed."""

@@ -1,0 +1,1 @@
+"""Callbacks and checkpoints for frameworks that own the training loop."""
