@@ -1,0 +1,136 @@
+"""When a step of training has been taken: the optimizers' own hooks tell, so the training loop stays as it is."""
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from sidcomp.errors import ArgumentError, UnsupportedError
+
+
+class Owner(Protocol):
+    """Exchanges what the optimizers did."""
+
+    def before(self) -> None:
+        """Called before the first optimizer of a step moves a parameter."""
+
+    def after(self) -> None:
+        """Called when every optimizer has taken the step, or a GradScaler has skipped it."""
+
+
+class Stepping:
+    """Calls its owner around each step of training, in which every optimizer steps at least once.
+
+    A GradScaler that skips an optimizer's step on one rank does not call the optimizer, and its hooks do not
+    run; the other ranks exchange nevertheless. So the scaler's `step` counts, too: of torch's class (from the
+    first Stepping on, for all of its objects, because a program often makes the scaler later than the
+    optimizer), and of `scaler`, if that is of another class.
+
+    chains  for each optimizer the optimizer, and those inside of it if it is a wrapper, which holds the one
+            that steps last
+    scaler  None, or an object with the method `step(optimizer)`
+
+    The optimizers keep it alive, and it keeps its owner. Raises ArgumentError or UnsupportedError.
+    """
+
+    def __init__(self, owner: Owner, chains: Sequence[Sequence[Any]], scaler: Any = None) -> None:
+        self._owner: Owner | None = owner
+        self._all = {id(links[-1]): index for index, links in enumerate(chains)}
+        self._stepped: set[int] = set()  # the optimizers that have taken, or skipped, the present step
+        self._calls = [0] * len(chains)  # of each optimizer's own step
+        for links in chains:
+            if not hasattr(links[-1], "register_step_post_hook"):
+                raise UnsupportedError(
+                    f"{type(links[-1]).__name__} has no step hooks, by which sidcomp notices its steps: give "
+                    "a torch.optim.Optimizer"
+                )
+        _watch_scalers(scaler)
+        self._hooks = []
+        for index, links in enumerate(chains):
+            last = links[-1]
+            self._hooks += [last.register_step_pre_hook(self._begin), last.register_step_post_hook(self._end)]
+            for link in links:
+                _of[link] = weakref.ref(self), index
+
+    def close(self) -> None:
+        """Notices no step from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._owner = None
+
+    @torch.compiler.disable
+    def _begin(self, optimizer: Any, *_: Any) -> None:
+        first = not self._calls[self._all[id(optimizer)]]
+        if self._owner is not None and not self._stepped and not (first and _makes_state(optimizer)):
+            self._owner.before()
+
+    @torch.compiler.disable
+    def _end(self, optimizer: Any, *_: Any) -> None:
+        index = self._all[id(optimizer)]
+        self._calls[index] += 1
+        if self._calls[index] > 1 or not _makes_state(optimizer):
+            self._count(index)
+
+    def _count(self, index: int) -> None:
+        self._stepped.add(index)
+        if len(self._stepped) == len(self._calls) and self._owner is not None:
+            self._stepped.clear()
+            self._owner.after()
+
+    def calls(self, index: int) -> int:
+        return self._calls[index]
+
+    def skipped(self, index: int) -> None:
+        """A scaler has skipped the step of this optimizer."""
+        if self._owner is not None and not self._stepped:
+            self._owner.before()
+        self._count(index)
+
+
+def _makes_state(optimizer: Any) -> bool:
+    """Whether an optimizer's first step only makes its state, for torch.distributed.checkpoint to load into:
+    it has rate 0, and there are no gradients but zeros."""
+    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not any(bool(g.count_nonzero()) for g in gradients)
+
+
+# The Stepping of each optimizer, and the optimizer's index in it.
+_of: "weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Stepping], int]]" = weakref.WeakKeyDictionary()
+
+
+def _counting(step: Any) -> Any:
+    """Wraps a scaler's `step`, bound or not, so that a step which it skips counts."""
+
+    @functools.wraps(step)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        given = (
+            [kwargs["optimizer"]] if "optimizer" in kwargs else args[:2]
+        )  # behind self, if it is not bound
+        found = next((_of[x] for x in given if x in _of), None)
+        stepping = found[0]() if found is not None else None
+        if found is None or stepping is None:
+            return step(*args, **kwargs)
+        before = stepping.calls(found[1])
+        out = step(*args, **kwargs)
+        if stepping.calls(found[1]) == before:
+            stepping.skipped(found[1])
+        return out
+
+    wrapper.__dict__["counts_skipped_steps"] = True
+    return wrapper
+
+
+def _watch_scalers(given: Any) -> None:
+    """Lets the steps that scalers skip count: those of torch, and the given one."""
+    if not hasattr(torch.amp.GradScaler.step, "counts_skipped_steps"):
+        torch.amp.GradScaler.step = _counting(torch.amp.GradScaler.step)  # type: ignore[method-assign]
+    if given is None or isinstance(given, torch.amp.GradScaler):
+        return
+    if not callable(getattr(given, "step", None)):
+        raise ArgumentError(f"scaler={given!r}: give a torch.amp.GradScaler, or leave it out")
+    if not hasattr(given.step, "counts_skipped_steps"):
+        given.step = _counting(given.step)

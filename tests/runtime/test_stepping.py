@@ -1,0 +1,223 @@
+"""When a step of training counts: once for all optimizers, whoever calls them, and also if a scaler skips it."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sidcomp.errors import ArgumentError, UnsupportedError
+from sidcomp.local.stepping import Stepping
+from sidcomp.runtime.optimizers import chains
+from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+
+class Owner:
+    """Notes what it is told, and where the parameter is then."""
+
+    def __init__(self, p: torch.nn.Parameter) -> None:
+        self.p, self.calls = p, [("made", float(p.detach()[0]))]
+
+    def before(self) -> None:
+        self.calls.append(("before", float(self.p.detach()[0])))
+
+    def after(self) -> None:
+        self.calls.append(("after", float(self.p.detach()[0])))
+
+    @property
+    def steps(self) -> int:
+        return sum(what == "after" for what, _ in self.calls)
+
+
+def parameter(gradient: float = 1.0) -> torch.nn.Parameter:
+    p = torch.nn.Parameter(torch.tensor([8.0, 8.0]))
+    p.grad = torch.full_like(p, gradient)
+    return p
+
+
+def sgd(p: torch.nn.Parameter, **more: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p], lr=1.0, **more)
+
+
+def test_a_step_is_seen_before_and_after_it() -> None:
+    p = parameter()
+    owner, optimizer = Owner(p), sgd(p)
+    Stepping(owner, chains(optimizer))
+    optimizer.step()
+    optimizer.step()
+    assert owner.calls[1:] == [("before", 8.0), ("after", 7.0), ("before", 7.0), ("after", 6.0)]
+
+
+@pytest.mark.parametrize("order", ["abab", "aaab", "baab"])
+def test_several_optimizers_take_one_step_together(order: str) -> None:
+    p, q = parameter(), parameter()
+    both = {"a": sgd(p), "b": torch.optim.AdamW([q])}
+    owner = Owner(p)
+    Stepping(owner, chains(list(both.values())))
+    for one in order:
+        both[one].step()
+    before_after = [what for what, _ in owner.calls[1:]]
+    assert before_after == ["before", "after"] * {"abab": 2, "aaab": 1, "baab": 2}[order]
+
+
+@pytest.mark.parametrize("way", ["closure", "foreach", "fused", "compiled", "LBFGS"])
+def test_however_the_optimizer_steps(way: str) -> None:
+    p = parameter()
+    options = {way: True} if way in ("foreach", "fused") else {}
+    optimizer = torch.optim.LBFGS([p]) if way == "LBFGS" else sgd(p, **options)
+    owner = Owner(p)
+    Stepping(owner, chains(optimizer))
+    closure: Callable[[], Any] | None = (lambda: p.detach().sum()) if way in ("closure", "LBFGS") else None
+    step = torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step
+    for _ in range(3):
+        step(closure) if closure is not None else step()
+    assert owner.steps == 3 and owner.calls[-1][1] < 8
+
+
+class Foreign:
+    """A scaler that is none of torch's."""
+
+    def __init__(self, skips: bool) -> None:
+        self.skips = skips
+
+    def step(self, optimizer: Any) -> None:
+        if not self.skips:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("kind", ["torch", "subclass", "given", "disabled", "by name", "made before"])
+def test_a_step_that_a_scaler_skips_counts(kind: str, finite: bool) -> None:
+    p = parameter(1.0 if finite else float("inf"))
+    owner, optimizer = Owner(p), sgd(p)
+    earlier = torch.amp.GradScaler("cpu", init_scale=1.0)
+    given = Foreign(skips=not finite) if kind == "given" else None
+    Stepping(owner, chains(optimizer), given)
+    of = type("Own", (torch.amp.GradScaler,), {}) if kind == "subclass" else torch.amp.GradScaler
+    scaler = earlier if kind == "made before" else of("cpu", init_scale=1.0, enabled=kind != "disabled")
+    scaler = given or scaler
+    if kind != "given":
+        scaler.scale(torch.zeros(()))
+    scaler.step(**{"optimizer": optimizer}) if kind == "by name" else scaler.step(optimizer)
+    stepped = finite or kind == "disabled"
+    assert [what for what, _ in owner.calls] == ["made", "before", "after"]
+    assert (owner.calls[-1][1] == 8.0) is not stepped
+
+
+def test_a_scaler_that_skips_one_of_two_optimizers() -> None:
+    p, q = parameter(float("inf")), parameter()
+    owner, first, second = Owner(q), sgd(p), sgd(q)
+    Stepping(owner, chains([first, second]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(first)
+    assert owner.steps == 0
+    scaler.step(second)
+    assert owner.steps == 1 and owner.calls[-1] == ("after", 7.0)
+
+
+def test_the_scaler_of_another_model_counts_nothing() -> None:
+    p, q = parameter(), parameter(float("inf"))
+    owner, own, other = Owner(p), sgd(p), sgd(q)
+    Stepping(owner, chains(own))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(other)
+    assert len(owner.calls) == 1
+    assert copy.deepcopy(scaler.state_dict()) == scaler.state_dict()
+
+
+def test_a_wrapper_passes_its_step_on() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inside: torch.optim.Optimizer) -> None:
+            self.inside = inside
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inside.step(closure)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["inside"], name)
+
+    for skipped in (False, True):
+        p = parameter(float("inf") if skipped else 1.0)
+        owner, wrapper = Owner(p), Wrapper(sgd(p))
+        Stepping(owner, chains(wrapper))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.zeros(()))
+        scaler.step(wrapper)
+        assert owner.steps == 1
+
+
+def test_the_step_that_makes_a_state_to_load_into_does_not_count() -> None:
+    p = parameter()
+    p.grad = None
+    owner, optimizer = Owner(p), torch.optim.AdamW([p], lr=0.1)
+    Stepping(owner, chains(optimizer))
+    _init_optim_state(optimizer)
+    assert len(owner.calls) == 1 and optimizer.state
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert owner.steps == 1
+
+
+def test_a_first_step_of_rate_zero_counts() -> None:
+    """As warm-ups begin."""
+    p = parameter()
+    owner, optimizer = Owner(p), torch.optim.AdamW([p], lr=0.0)
+    Stepping(owner, chains(optimizer))
+    optimizer.step()
+    assert owner.steps == 1
+
+
+def test_an_error_in_the_step_leaves_the_next_one_whole() -> None:
+    p = parameter()
+    owner, optimizer = Owner(p), sgd(p)
+    Stepping(owner, chains(optimizer))
+
+    def fails() -> None:
+        raise RuntimeError("no batch")
+
+    with pytest.raises(RuntimeError, match="no batch"):
+        optimizer.step(fails)  # type: ignore[arg-type]
+    optimizer.step()
+    assert [what for what, _ in owner.calls[1:]] == ["before", "before", "after"]
+
+
+def test_it_lives_as_long_as_its_optimizer_and_closes() -> None:
+    p = parameter()
+    owner, optimizer = Owner(p), sgd(p)
+    alive = weakref.ref(owner)
+    stepping = Stepping(owner, chains(optimizer))
+    del owner
+    gc.collect()
+    optimizer.step()
+    found = alive()
+    assert found is not None and found.steps == 1
+    stepping.close()
+    optimizer.step()
+    assert found.steps == 1
+    del found, stepping
+    gc.collect()
+    assert alive() is None
+    again = weakref.ref(Owner(p))
+    Stepping(again() or Owner(p), chains(optimizer))
+    kept = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert kept() is None
+
+
+def test_what_has_no_hooks_is_refused() -> None:
+    class Bare:
+        def __init__(self) -> None:
+            self.param_groups = [{"params": [parameter()]}]
+
+        def step(self) -> None: ...
+
+    with pytest.raises(UnsupportedError, match="Bare has no step hooks"):
+        Stepping(Owner(parameter()), chains(Bare()))
+    with pytest.raises(ArgumentError, match="give a torch.amp.GradScaler"):
+        p = parameter()
+        Stepping(Owner(p), chains(sgd(p)), scaler=3)
