@@ -1,4 +1,4 @@
-"""When a step of training counts: once for all optimizers, whoever calls them, and also if a scaler skips it."""
+"""A step of training counts once for all optimizers, whoever calls them, and also if a scaler skips it."""
 
 import copy
 import gc
@@ -69,8 +69,10 @@ def test_however_the_optimizer_steps(way: str) -> None:
     optimizer = torch.optim.LBFGS([p]) if way == "LBFGS" else sgd(p, **options)
     owner = Owner(p)
     Stepping(owner, chains(optimizer))
-    closure: Callable[[], Any] | None = (lambda: p.detach().sum()) if way in ("closure", "LBFGS") else None
-    step = torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step
+    closure = (lambda: p.detach().sum()) if way in ("closure", "LBFGS") else None
+    step: Callable[..., Any] = (
+        torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step
+    )
     for _ in range(3):
         step(closure) if closure is not None else step()
     assert owner.steps == 3 and owner.calls[-1][1] < 8
@@ -96,7 +98,7 @@ def test_a_step_that_a_scaler_skips_counts(kind: str, finite: bool) -> None:
     given = Foreign(skips=not finite) if kind == "given" else None
     Stepping(owner, chains(optimizer), given)
     of = type("Own", (torch.amp.GradScaler,), {}) if kind == "subclass" else torch.amp.GradScaler
-    scaler = earlier if kind == "made before" else of("cpu", init_scale=1.0, enabled=kind != "disabled")
+    scaler: Any = earlier if kind == "made before" else of("cpu", init_scale=1.0, enabled=kind != "disabled")
     scaler = given or scaler
     if kind != "given":
         scaler.scale(torch.zeros(()))
@@ -218,6 +220,6 @@ def test_what_has_no_hooks_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="Bare has no step hooks"):
         Stepping(Owner(parameter()), chains(Bare()))
-    with pytest.raises(ArgumentError, match="give a torch.amp.GradScaler"):
+    with pytest.raises(ArgumentError, match="give a torch"):
         p = parameter()
         Stepping(Owner(p), chains(sgd(p)), scaler=3)

@@ -1,4 +1,4 @@
-"""When a step of training has been taken: the optimizers' own hooks tell, so the training loop stays as it is."""
+"""Notices each step of training by the optimizers' own hooks, so that the training loop stays as it is."""
 
 import functools
 import weakref
@@ -49,8 +49,9 @@ class Stepping:
         _watch_scalers(scaler)
         self._hooks = []
         for index, links in enumerate(chains):
-            last = links[-1]
-            self._hooks += [last.register_step_pre_hook(self._begin), last.register_step_post_hook(self._end)]
+            last, outside = links[-1], torch.compiler.disable
+            self._hooks.append(last.register_step_pre_hook(outside(self._begin)))
+            self._hooks.append(last.register_step_post_hook(outside(self._end)))
             for link in links:
                 _of[link] = weakref.ref(self), index
 
@@ -60,13 +61,11 @@ class Stepping:
             hook.remove()
         self._owner = None
 
-    @torch.compiler.disable
     def _begin(self, optimizer: Any, *_: Any) -> None:
         first = not self._calls[self._all[id(optimizer)]]
         if self._owner is not None and not self._stepped and not (first and _makes_state(optimizer)):
             self._owner.before()
 
-    @torch.compiler.disable
     def _end(self, optimizer: Any, *_: Any) -> None:
         index = self._all[id(optimizer)]
         self._calls[index] += 1
