@@ -49,7 +49,8 @@ class Stepping:
         _watch_scalers(scaler)
         self._hooks = []
         for index, links in enumerate(chains):
-            last, outside = links[-1], torch.compiler.disable
+            last = links[-1]
+            outside: Any = torch.compiler.disable  # of a compiled step
             self._hooks.append(last.register_step_pre_hook(outside(self._begin)))
             self._hooks.append(last.register_step_post_hook(outside(self._end)))
             for link in links:
