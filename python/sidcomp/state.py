@@ -588,8 +588,8 @@ class State:
         ends it.
 
         Of several optimizers give a list, such as [muon, adamw]: each parameter's residual follows the rate
-        of its own optimizer. A scaler needs a single one. Of a framework's wrapper, such as Accelerate's or
-        torchft's, it follows the optimizer inside.
+        of its own optimizer. Of a framework's wrapper, such as Accelerate's or torchft's, it follows the
+        optimizer inside.
 
         Without it an element that is sent late is multiplied by the learning rate of the step in which it is
         sent, not by that of its own step: if a schedule lowers the rate, it counts for less. With it each

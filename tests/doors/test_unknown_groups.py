@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from changing import Changing, Silent, native, shared_store
 from harness import run
-from sidcomp.frameworks import rank_states
+from sidcomp import rank_states
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel

@@ -14,7 +14,7 @@ import torch
 from full_disk import no_more_than
 from harness import run
 from launched import ARGUMENTS, network
-from sidcomp.frameworks import rank_states
+from sidcomp import rank_states
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 

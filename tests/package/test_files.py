@@ -14,7 +14,7 @@ import torch
 from full_disk import no_more_than
 from sidcomp import files
 from sidcomp.config import presets
-from sidcomp.frameworks import rank_states
+from sidcomp import rank_states
 from sidcomp.planner import fusion, plan_plot
 from sidcomp.planner.cost_curve import Curve
 from sidcomp.planner.profile import Method, Profile
@@ -282,7 +282,7 @@ PARSING = {
 OWN = {
     "files.py": {"open", "json.loads", "savefig"},
     "config/presets.py": {"tomllib.loads"},  # text that `files` has bounded
-    "frameworks/rank_states.py": {"torch.load", "torch.save"},  # a file that `files` writes, and memory
+    "rank_states.py": {"torch.load", "torch.save"},  # a file that `files` writes, and memory
     "frameworks/distributed_checkpoint.py": {"torch.save"},  # memory
     "cli/bench.py": {"open", "json.loads"},  # what its own processes say
     "cli/app.py": {"open"},  # /dev/null

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp import notices
 from sidcomp.doors.ddp import register
 from sidcomp.errors import SetupError
-from sidcomp.frameworks import rank_states
+from sidcomp import rank_states
 from sidcomp.frameworks.session import ddp_of
 from sidcomp.runtime.optimizers import enabled
 from sidcomp.state import State
@@ -68,15 +68,8 @@ def prepare(accelerator: Accelerator, state: State, *objects: Any) -> Any:
     ddp = models[0]
     register(ddp, state)
     optimizers = [o for o in results if isinstance(o, AcceleratedOptimizer)]
-    scaler = enabled(accelerator.scaler)
-    if len(optimizers) == 1 or (optimizers and scaler is None):
-        state.follow(optimizers, scaler)
-    elif optimizers:
-        notices.warn(
-            f"there are {len(optimizers)} optimizers among the objects and a GradScaler, and with a scaler a "
-            "State follows one: call state.follow(optimizer, accelerator.scaler)",
-            accelerator.process_index,
-        )
+    if optimizers:
+        state.follow(optimizers, enabled(accelerator.scaler))
     run = rank_states.agree_on_run(state)
 
     here = weakref.ref(ddp)  # the accelerator keeps its hooks, but not a model after free_memory()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.errors import ArgumentError, CheckpointError
-from sidcomp.frameworks.rank_states import agree_on_run, check_origins, checked, group_of
+from sidcomp.rank_states import agree_on_run, check_origins, checked, group_of
 from sidcomp.state import State
 
 

@@ -21,7 +21,7 @@ except ModuleNotFoundError:
 
 from sidcomp import notices
 from sidcomp.errors import CheckpointError, SetupError
-from sidcomp.frameworks import rank_states
+from sidcomp import rank_states
 from sidcomp.frameworks.session import Session, ddp_of
 from sidcomp.state import State
 
@@ -46,7 +46,7 @@ class Compression(Callback):  # type: ignore[misc]
 
     It registers the State with Lightning's DDP model before the first step, follows the optimizer and, with
     precision="16-mixed", the GradScaler, and closes the State when fit() ends. With several optimizers it
-    follows all of them, but with a scaler none; then call `follow` of its `state` yourself.
+    follows all of them.
 
     fit() raises SetupError if the strategy is not DDP, if DDP has a hook already, or if a step took no
     gradient through sidcomp; and the errors of `sidcomp.register` and `State.load_state_dict`.

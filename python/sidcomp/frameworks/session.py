@@ -62,19 +62,10 @@ class Session:
         return state
 
     def follow(self, optimizers: list[Any], scaler: Any) -> None:
-        """Follows the optimizers, each parameter its own. With a scaler a State can follow only one; of
-        several it says then that it follows none."""
+        """Follows the optimizers, each parameter its own."""
         assert self.state is not None
-        scaler = enabled(scaler)
-        if len(optimizers) == 1 or (optimizers and scaler is None):
-            self.state.follow(optimizers, scaler)
-        elif optimizers:
-            notices.warn(
-                f"there are {len(optimizers)} optimizers and a GradScaler, and with a scaler a State follows "
-                "one optimizer: the residuals follow neither the learning rate nor the loss scale; call "
-                "state.follow(optimizer, scaler) with the one that steps on most of the parameters",
-                dist.get_rank(),
-            )
+        if optimizers:
+            self.state.follow(optimizers, enabled(scaler))
 
     def check(self) -> None:
         """Raises SetupError if the optimizer has stepped, but no gradient has come through sidcomp."""

@@ -18,7 +18,7 @@ except ModuleNotFoundError as missing:
 
 from sidcomp import files, notices
 from sidcomp.errors import ArgumentError, SetupError
-from sidcomp.frameworks import rank_states
+from sidcomp import rank_states
 from sidcomp.frameworks.session import Session, ddp_of
 from sidcomp.state import State
 

@@ -66,7 +66,8 @@ class _Blind:
 
 
 class Watch:
-    """The optimizers, and the GradScaler that guards the only one, if one does.
+    """The optimizers, and the GradScaler that guards them, if one does. Of several, a step counts as skipped if
+    the scaler has skipped all of them.
 
     Whether an optimizer has stepped is known from its hook or, if it has no hooks, from its parameters'
     versions. Whether the scaler has been asked for the step is known from the stage that it keeps for each
@@ -77,17 +78,13 @@ class Watch:
     def __init__(self, chains: Sequence[Sequence[Any]], scaler: Any = None) -> None:
         """chains: of each optimizer, as `optimizers.chain` returns it."""
         self.scaler = scaler
-        self._keys = [id(o) for o in chains[0]]  # the program may have the scaler step any of them
+        # of the optimizers: the program may have the scaler step a wrapper, or what is inside
+        self._keys = [id(o) for links in chains for o in links]
         optimizers = [links[-1] for links in chains]
         if scaler is not None and not (
             hasattr(scaler, "_per_optimizer_states") and hasattr(scaler, "get_scale")
         ):
             raise ArgumentError(f"follow(scaler={type(scaler).__name__}): give a torch.amp.GradScaler")
-        if scaler is not None and len(optimizers) > 1:
-            raise ArgumentError(
-                "follow: a GradScaler can skip the step of one optimizer and not of another, and a State "
-                "discards a step for all: with a scaler, follow the one that has most of the parameters"
-            )
         self._stepped = _Stepped()
         self._scaler_states: list[dict[str, Any]] = []
         self._home: torch.Tensor | None = None  # the scale, copied to the host

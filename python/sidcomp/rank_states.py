@@ -1,13 +1,15 @@
-"""The states of all ranks in a framework's checkpoint, where the framework itself saves that of rank 0.
+"""The states of all ranks in a checkpoint of which the program, or its framework, saves rank 0's part alone.
 
-`write` and `read` keep a file for each rank in the checkpoint's folder. `gather` brings all states to rank 0,
+`write` and `find` keep a file for each rank in the checkpoint's folder. `gather` brings all states to rank 0,
 for a checkpoint that is one file. What is read is compared among the ranks, so that all of them refuse states
 of different runs or steps, and all of them learn that a rank's state is missing.
 """
 
 import io
+import os
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ import torch.distributed as dist
 from sidcomp import files, notices
 from sidcomp.errors import CheckpointError, SetupError
 from sidcomp.runtime.members import refuse
-from sidcomp.runtime.plain_data import count, record, text
+from sidcomp.runtime.plain_data import anything, count, record, table, text
 from sidcomp.state import State
 
+_PENDING = "sidcomp-pending"  # a folder inside the checkpoint's, of files that not all ranks have written yet
 _PART = 1 << 26  # bytes of a message of `gather`; a GPU holds no more than one
 
 
@@ -50,11 +53,13 @@ def agree_on_run(state: State) -> str:
 # -----------------------------------------------------------------------------------------------------------
 
 
-def write(folder: str | Path, state: State, run: str, model: int = 0) -> None:
-    """Writes this rank's file. model: the State's number, if a program has several. Raises CheckpointError,
-    which names file and cause; the file is then as it was before."""
+def write(
+    folder: str | Path, state: State, run: str, model: int = 0, beside: dict[str, Any] | None = None
+) -> None:
+    """Writes this rank's file. model: the State's number, if a program has several; beside: what else belongs
+    to it. Raises CheckpointError, which names file and cause; the file is then as it was before."""
     path = file_of(Path(folder), dist.get_rank(group_of(state)), model)
-    saved = {"run": run, "state": state.state_dict()}
+    saved = {"run": run, "state": state.state_dict(), "beside": beside or {}}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -62,9 +67,31 @@ def write(folder: str | Path, state: State, run: str, model: int = 0) -> None:
     files.write(path, lambda file: torch.save(saved, file), CheckpointError)
 
 
-def read(folder: str | Path, state: State, model: int = 0) -> bool:
-    """Loads what `write` has written, also at another number of ranks. Every rank calls it at the same point.
-    Returns False, with a warning, if no rank finds a file: the residuals then start from zero.
+def write_together(folder: Path, state: State, run: str, beside: dict[str, Any]) -> None:
+    """As `write`, so that the folder has the files of all ranks or, if one cannot write, the former ones.
+    Every rank calls it at the same point. Raises CheckpointError on every rank."""
+    group = group_of(state)
+    new, final = (file_of(each, dist.get_rank(group)) for each in (folder / _PENDING, folder))
+    problem = ""
+    try:
+        write(folder / _PENDING, state, run, beside=beside)
+    except Exception as e:
+        problem = f"rank {dist.get_rank(group)}: {e}"
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, problem, group)
+    if any(told):
+        new.unlink(missing_ok=True)
+        raise CheckpointError(next(filter(None, told)))
+    os.replace(new, final)
+    dist.barrier(group)
+    with suppress(OSError):  # another rank has removed it, or it is on another machine
+        new.parent.rmdir()
+
+
+def find(folder: str | Path, state: State, model: int = 0) -> list[dict[str, Any]]:
+    """Returns what `write` has written: of this rank or, if the number of ranks was another one, of all old
+    ranks. Every rank calls it at the same point. Returns an empty list, with a warning, if no rank finds a
+    file: the residuals then start from zero.
 
     Raises CheckpointError on every rank if some files are missing or damaged, or are of different runs or
     steps.
@@ -84,13 +111,19 @@ def read(folder: str | Path, state: State, model: int = 0) -> bool:
     if problems and not any(o for _, o in told) and all("there is no" in p for p in problems):
         notices.warn(f"there are no states in {folder}: the residuals start from zero", rank)
         state._engine.informed = True
-        return False
+        return []
     if problems:
         raise CheckpointError(problems[0])
     check_origins([o for _, origins in told for o in origins], str(folder))
-    states = [f["state"] for f in found]
-    state.load_state_dict(states if len(states) > 1 else states[0])
-    return True
+    return found
+
+
+def read(folder: str | Path, state: State, model: int = 0) -> bool:
+    """Loads the States that `find` finds. Returns whether it has found some."""
+    states = [f["state"] for f in find(folder, state, model)]
+    if states:
+        state.load_state_dict(states if len(states) > 1 else states[0])
+    return bool(states)
 
 
 def file_of(folder: Path, rank: int, model: int = 0) -> Path:
@@ -116,7 +149,9 @@ def _load(path: Path) -> dict[str, Any]:
     return checked(path, str(path))
 
 
-_check_saved = record({"run": text, "state": record({"world": count, "step": count})})
+_check_saved = record(
+    {"run": text, "state": record({"world": count, "step": count})}, {"beside": table(anything)}
+)
 
 
 def checked(source: Path | io.BytesIO, where: str) -> dict[str, Any]:
