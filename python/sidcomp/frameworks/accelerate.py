@@ -17,10 +17,9 @@ except ModuleNotFoundError as missing:
 
 from torch.nn.parallel import DistributedDataParallel
 
-from sidcomp import notices
+from sidcomp import notices, rank_states
 from sidcomp.doors.ddp import register
 from sidcomp.errors import SetupError
-from sidcomp import rank_states
 from sidcomp.frameworks.session import ddp_of
 from sidcomp.runtime.optimizers import enabled
 from sidcomp.state import State

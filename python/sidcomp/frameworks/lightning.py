@@ -19,9 +19,8 @@ except ModuleNotFoundError:
             "sidcomp.frameworks.lightning needs Lightning: pip install lightning", name="lightning"
         ) from missing
 
-from sidcomp import notices
+from sidcomp import notices, rank_states
 from sidcomp.errors import CheckpointError, SetupError
-from sidcomp import rank_states
 from sidcomp.frameworks.session import Session, ddp_of
 from sidcomp.state import State
 

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sidcomp import notices
 from sidcomp.doors.ddp import register
 from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.runtime.optimizers import enabled

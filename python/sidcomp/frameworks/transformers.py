@@ -16,9 +16,8 @@ except ModuleNotFoundError as missing:
         name="transformers",
     ) from missing
 
-from sidcomp import files, notices
+from sidcomp import files, notices, rank_states
 from sidcomp.errors import ArgumentError, SetupError
-from sidcomp import rank_states
 from sidcomp.frameworks.session import Session, ddp_of
 from sidcomp.state import State
 

@@ -1,0 +1,353 @@
+"""Which all-reduces carry gradients, and what compresses them.
+
+The group recognizes them by the order in which they come (recognition.py). It settles with the other ranks
+that all have the same settings, and keeps what it has learnt for a checkpoint.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import notices
+from sidcomp.config.accuracy import adaptive
+from sidcomp.config.settings import Settings
+from sidcomp.doors.backend import checkpoint as backend_checkpoint
+from sidcomp.doors.backend.adam_check import AdamCheck
+from sidcomp.doors.backend.after_backward import AfterBackward
+from sidcomp.doors.backend.agreement import check_same
+from sidcomp.doors.backend.configuration import (
+    REPLICAS,
+    Configuration,
+)
+from sidcomp.doors.backend.ddp_buckets import Holding, Seen, holdings, models_on
+from sidcomp.doors.backend.idle_check import idle_check
+from sidcomp.doors.backend.recognition import Call, Door, Origin, Passes, Program, whose
+from sidcomp.doors.backend.works import Reducing
+from sidcomp.doors.backend.wrapper import Wrapper
+from sidcomp.errors import SetupError
+from sidcomp.runtime.announcement import compressed
+from sidcomp.runtime.block import DTYPES
+
+
+class AllReduces(Wrapper):
+    """A process group that compresses its all-reduces of gradients."""
+
+    def __init__(
+        self, inner: dist.ProcessGroup, inner_config: str, configuration: Configuration, rank: int, size: int
+    ) -> None:
+        super().__init__(inner, inner_config, rank, size)
+        self.configuration = configuration
+        # Whether this group compresses all-reduces; not known before it has its name.
+        self._compresses: bool | None = None
+        self._scattered = 0  # the number of the next reduce-scatter
+        self._adam = AdamCheck(self, configuration.costs(), self._settings)
+        self._settled = False  # all ranks have the same settings
+        self._seen: Seen | None = None  # while loaded programs wait for DDP models
+        self._loaded = "nothing"  # from a checkpoint: what must be the same on all ranks
+        self._former: dict[str, list[Program]] = {"passes": [], "after": []}  # whose calls have yet to come
+        self._watch_anew()
+        self._task = -1  # autograd's number of the backward pass in progress
+
+    def _watch_anew(self) -> None:
+        """Begins to learn which calls backward passes have."""
+        callbacks = self._learn, self._forget, self._least, self._warn, self._holdings
+        self._passes = Passes(*callbacks)
+        asked = self.configuration.outside
+        self._after = AfterBackward(
+            *callbacks, asked=asked, tell=self._tell_of_outside, stepping=self._stepping
+        )
+
+    def __repr__(self) -> str:
+        return f"sidcomp.ProcessGroup({self._name}, over {self.inner_config}, {self._what()})"
+
+    # ---- all-reduce
+    # ------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, *arguments: Any, **named: Any) -> Any:  # type: ignore[override]
+        call = self._eligible(tensors, *arguments, **named)
+        if call is not None:
+            work = self._reduce(call, tensors[0])
+            if work is not None:
+                return work
+        return self.inner.allreduce(tensors, *arguments, **named)
+
+    def _eligible(self, tensors: Any, *arguments: Any, **named: Any) -> Call | None:
+        """Returns the call if it may be the all-reduce of a gradient."""
+        if self._passes_by(self._compresses) or not isinstance(tensors, list) or len(tensors) != 1:
+            return None
+        x = tensors[0]
+        average = self._averages(x, arguments[0] if arguments else named.get("opts", named.get("op")))
+        if average is None or not self._of_gradient(x):
+            return None
+        self._settle(x.device)
+        if self._compresses is False:
+            return None
+        if x.nbytes < self._least_bytes:
+            self._small("all-reduces")
+            return None
+        inside = torch._C._current_graph_task_id() != -1
+        idle_check.over = idle_check.over or inside
+        if not self._allowed() or (self._after.over and not inside):
+            return None
+        if not x.is_contiguous():
+            if inside or self.configuration.outside:
+                self._warn(
+                    "not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed"
+                )
+            return None
+        return Call(x.numel(), x.dtype, x.device, average)
+
+    def _averages(self, x: torch.Tensor, what: Any) -> bool | None:
+        """Returns whether a call averages; None: it reduces no gradient. what: the call's options."""
+        if (
+            self.size() == 1
+            or x.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+            or x.layout is not torch.strided
+            or x.device.type not in ("cpu", "cuda")
+        ):
+            return None
+        op = getattr(what, "reduceOp", what)
+        average = bool(op == dist.ReduceOp.AVG)
+        return average if average or op is None or op == dist.ReduceOp.SUM else None
+
+    def _of_gradient(self, x: torch.Tensor) -> bool:
+        """Whether an all-reduce may be that of gradients of parameters. The same on all ranks, whatever their
+        settings are."""
+        if torch._C._current_graph_task_id() != -1:
+            known = whose() is not None
+            if not known:
+                self._leave(x, self._allowed)
+            return known
+        if self._settled and (self._after.over or x.nbytes < self._least_bytes):
+            return False
+        return self._after.begin()
+
+    @property
+    def _least_bytes(self) -> int:
+        return max(1, self.configuration.min_bytes)
+
+    def _passes_by(self, compresses: bool | None) -> bool:
+        """Whether no call of this kind is compressed, and the other ranks know."""
+        return self._settled and compresses is False
+
+    def _settle(self, device: torch.device) -> None:
+        """Raises RankError on all ranks if they have other settings. Each rank calls it, whatever its own
+        are, before the group's first pass that could be compressed."""
+        if not self._settled:
+            lines = [*self.configuration.lines(), f"loaded {self._loaded}"]
+            check_same(self.inner, self.size(), lines, device, self.group_desc)
+            self._settled = True
+
+    def _leave(self, x: torch.Tensor, allowed: Callable[[], bool]) -> None:
+        """Says once that a call of a backward pass passes untouched, if it would else be compressed."""
+        if x.nbytes < self._least_bytes or not allowed():
+            return
+        self._say(
+            "exact",
+            "leaves a backward pass's all-reduces and reduce-scatters exact, except those in hooks of "
+            "parameters' gradients and at the end of the pass: others, as those of a differentiable "
+            "all-gather, carry gradients of activations",
+        )
+        idle_check.met(
+            "their all-reduces are not known to carry gradients of parameters: issue those in hooks of the "
+            "gradients of torch.nn.Parameter",
+            self,
+        )
+
+    def _small(self, what: str) -> None:
+        least = self.configuration.min_bytes
+        idle_check.met(f"{what} are smaller than min_bytes={least}, which you can lower", self)
+
+    def _allowed(self) -> bool:
+        """Whether this group averages gradients, by its name."""
+        if self._compresses is None:
+            self._compresses = self._named(REPLICAS, "all-reduces")
+        return self._compresses
+
+    def _named(self, usual: tuple[str, ...], what: str) -> bool:
+        c = self.configuration
+        groups = usual if c.groups is None else c.groups
+        names = {self.group_desc, self.group_desc.removeprefix("mesh_")}
+        whole = self.group_desc in ("default_pg", "mesh_default") and self.size() == dist.get_world_size()
+        chosen = c.codec != "off" and (whole or bool(names.intersection(groups)))
+        if not chosen and c.codec != "off":
+            self._say(
+                f"not chosen: {what}",
+                f"passes its {what} uncompressed, because {self.group_desc!r} is not among the groups to "
+                f"compress ({', '.join(groups)}): configure(groups=...) adds it",
+            )
+        return chosen
+
+    def _reduce(self, call: Call, tensor: torch.Tensor) -> dist.Work | None:
+        """Compresses the call, or returns None."""
+        noted = self._note(call, tensor)
+        if noted is None:
+            return None
+        program, index = noted
+        assert program.state is not None
+        engine = program.state._engine
+        try:
+            program.state._open()
+            if not program.formed or engine.outdated:
+                door, first = program.state._door, engine.layout is None
+                assert isinstance(door, Door)
+                door.form()
+                if first:
+                    self._announce(program)
+            flat = tensor.detach().view(-1)
+            if not call.average:
+                flat.mul_(self.size())  # the engine averages
+            program.holds = True
+            if self._adam.costs is not None and not program.steps:
+                self._adam.look(index == 0)
+            future = engine.ready(program.buckets[index], flat)
+        except Exception as e:
+            engine.report(e)
+            engine.abandon(e)
+            (self._passes if program in self._passes.programs else self._after).give_up()
+            raise
+        return Reducing(future, tensor, call.device.type != "cpu")
+
+    # ---- reduce-scatter    # ---- backward passes
+    # ------------------------------------------------------------------------------------------------
+
+    @property
+    def programs(self) -> list[Program]:
+        """The lists of calls that backward passes have had, and then those of what followed such passes."""
+        return self._passes.programs + self._after.programs
+
+    def _note(self, call: Call, tensor: torch.Tensor) -> tuple[Program, int] | None:
+        """Counts a call. Returns the program whose call it is, and the call's number, if it is to be
+        compressed."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return self._after.note(call, tensor, None)
+        if task != self._task:
+            self._end()  # a backward pass that failed has not said that it ended
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        return self._passes.note(call, tensor, Origin.of(whose()))
+
+    def _end(self) -> None:
+        """A backward pass has ended."""
+        self._adam.tidy()
+        self._task = -1
+        program = self._passes.end()
+        if self._seen is not None and not any(p.loaded and p.pieces for p in self._passes.programs):
+            self._seen.close()
+            self._seen = None
+        if program is not None:
+            self._came(program)
+
+    def _came(self, program: Program) -> None:
+        """A backward pass had these calls. A subclass may say so."""
+
+    def _learn(self, program: Program) -> None:
+        """Makes what compresses a program."""
+        for ddp in models_on(self):
+            held = self._large(holdings(ddp))
+            if [Call(h.numel, h.dtype, h.device, False) for h in held] == program.calls and any(
+                o is None or o.one_of(ddp.parameters()) for o in program.origins
+            ):
+                program.pieces = [h.pieces for h in held]
+        self._scattered = program.learn(self.configuration, self, self._scattered)
+
+    def _large(self, held: list[Holding]) -> list[Holding]:
+        """Of a DDP model's buckets those whose all-reduces may be compressed."""
+        least = self._least_bytes
+        return [h for h in held if h.numel * h.dtype.itemsize >= least and h.dtype in DTYPES]
+
+    def _holdings(self, origin: Origin | None) -> list[Holding]:
+        """The buckets of the DDP model whose gradients a call carries, if it is one of this group."""
+        seen = self._seen.items() if self._seen is not None else []
+        own = [held for ddp, held in seen if origin is None or origin.one_of(ddp.parameters())]
+        return self._large(own[0]) if len(own) == 1 else []
+
+    def _forget(self, program: Program) -> None:
+        """Frees what compressed a model that is gone."""
+        program.close()
+
+    def _least(self, mine: list[int], device: torch.device) -> list[int]:
+        """The least that any rank says. All ranks call it."""
+        least = torch.tensor(mine, dtype=torch.int32, device=device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+        self.inner.allreduce([least], options).wait()
+        return [int(x) for x in least.tolist()]
+
+    # ---- checkpoints
+    # ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has learnt of its passes, with the residuals: tensors and plain types. Each rank
+        saves its own. Call it between two steps."""
+        return backend_checkpoint.save(self)
+
+    def load_state_dict(
+        self, state: "dict[str, Any] | Sequence[dict[str, Any]]", redistribute: str = "sum"
+    ) -> None:
+        """Loads a result of `state_dict`: this rank's own, or a list of those of all old ranks, as
+        `State.load_state_dict` does for another number of ranks. Every rank calls it, before the first
+        backward pass. Its lists of calls are then compressed from their first pass on.
+
+        Raises CheckpointError, and changes nothing, if the state is damaged or is of another rank, or if the
+        settings lack what it needs; SetupError after the first pass.
+        """
+        if self._settled:
+            raise SetupError(
+                "load_state_dict comes after this process group's first backward pass: call it before, on "
+                "every rank"
+            )
+        passes, after = backend_checkpoint.load(self, state, redistribute)
+        self._passes.programs, self._after.programs = passes, after
+        steps = [p.state._engine.step for p in (*passes, *after) if p.state is not None]
+        self._loaded = f"{len(passes)} + {len(after)} lists of calls, at steps {steps}"
+        self._scattered = max((p.number + len(p.scatters) for p in passes), default=0)
+        if self._seen is None and any(p.pieces for p in passes):
+            self._seen = Seen(self)
+
+    # ---- between a backward pass and a step
+    # ------------------------------------------------------------------------------------------------
+
+    def _tell_of_outside(self, program: Program) -> None:
+        size = sum(call.numel * call.dtype.itemsize for call in program.calls)
+        if self._allowed():
+            self._warn(
+                "outside",
+                f"passes {len(program.calls)} all-reduces ({size / 1e6:.2f} MB) between backward() and each "
+                "step of the optimizer uncompressed: if they carry gradients, add outside=True to SIDCOMP, "
+                "or give it to configure() or process_group()",
+            )
+
+    def _stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step on gradients that were compressed after backward()."""
+        if self._adam.costs is not None and adaptive(optimizer):
+            self._adam.warn(optimizer)
+
+    def _settings(self) -> Settings:
+        """Those of what compresses."""
+        return next(p.state.settings for p in self.programs if p.state is not None)
+
+    # ---- what it says
+    # ------------------------------------------------------------------------------------------------
+
+    def _what(self) -> str:
+        states = [p.state for p in self.programs if p.state is not None]
+        return repr(states[0]) if states else "compresses nothing yet"
+
+    def _announce(self, program: Program) -> None:
+        assert program.state is not None
+        groups = program.state._engine.groups
+        sent = sum(g.bytes_sent for g in groups)
+        calls = [program.calls[i] for i in program.buckets]
+        dense = sum(c.numel * c.dtype.itemsize for c in calls)
+        codec = next((g.plan.codec for g in groups if compressed(g)), groups[0].plan.codec)
+        where = "of" if program in self._passes.programs else "after"
+        notices.say(
+            f"process group {self.group_desc!r} compresses {len(calls)} all-reduces {where} each backward "
+            f"pass ({dense / 1e6:.1f} MB) with {codec}: {sent / 1e6:.2f} MB, "
+            f"1/{dense / sent:.0f} of it. All else passes untouched to {self.inner_config}.",
+            self.rank(),
+        )
