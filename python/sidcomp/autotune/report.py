@@ -130,7 +130,8 @@ def _explain_named(p: Engine) -> str:
     some = any(map(announcement.compressed, p.groups))
     shapes = {name: shape for b in p.layout.buckets for name, shape in zip(b.names, b.shapes, strict=True)}
     lines = [
-        "sidcomp: " + announcement.line(p.settings, shapes, p.groups, p.exchange.world, p.plain, p.beside)
+        "sidcomp: "
+        + announcement.line(p.settings, shapes, p.groups, p.exchange.world, p.plain, p.beside, p.updates)
         if some
         else "sidcomp: " + announcement.nothing(p.settings, shapes, p.groups)
     ]

@@ -35,10 +35,17 @@ def size(nbytes: float) -> str:
 
 
 def line(
-    settings: Settings, shapes: Shapes, groups: Sequence[Group], world: int, plain: str, beside: int
+    settings: Settings,
+    shapes: Shapes,
+    groups: Sequence[Group],
+    world: int,
+    plain: str,
+    beside: int,
+    updates: bool,
 ) -> str:
     """Describes groups, some of which are compressed. shapes: those of the model's parameters. plain: what
-    trains it without sidcomp. beside: bytes of the door's own all-reduce, for a noise correction."""
+    trains it without sidcomp. beside: bytes of the door's own all-reduce, for a noise correction. updates:
+    the groups hold what optimizers did, not gradients."""
     some = [g for g in groups if compressed(g)]
     codecs = list(dict.fromkeys(way(settings, g) for g in some))
     exchanges = list(dict.fromkeys(exchange_of(g) for g in some))
@@ -46,13 +53,16 @@ def line(
     inside, less = _amount(some)
     text = (
         f"{shorten(codecs, 2)} compresses {inside} of {tensors} tensors, {size(less)} of {size(nbytes)} of "
-        f"gradients ({100 * less / nbytes:.1f} %), by {' and '.join(exchanges)} over {world} ranks"
+        f"{'updates' if updates else 'gradients'} ({100 * less / nbytes:.1f} %), by "
+        f"{' and '.join(exchanges)} over {world} ranks"
     )
     if any(g.in_messages and settings.candidate(g.spec.candidate).choice is None for g in some):
         text += ", which sends fewer bytes than an all-gather here, and encodes their mean a second time"
     text += _traffic(groups, world, plain, beside)
     if left := _left_out(settings, shapes, groups):
         text += f". Uncompressed: {left}"
+    if updates:
+        text += ". Each rank has parameters of its own: evaluate and save inside run.common()"
     return text
 
 

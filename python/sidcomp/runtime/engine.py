@@ -628,7 +628,13 @@ class Engine:
         if any(map(announcement.compressed, self.groups)):
             self.announced = True
             said = announcement.line(
-                self.settings, model.shapes, self.groups, exchange.world, model.plain, model.beside
+                self.settings,
+                model.shapes,
+                self.groups,
+                exchange.world,
+                model.plain,
+                model.beside,
+                model.updates,
             )
             notices.say(said, speaker)
         elif self.tuner is None:
@@ -875,6 +881,16 @@ class Engine:
         self.current.number = resume.source["step"]
         self.scale = resume.source["scale"]
         self.lost = False
+
+    def forget(self) -> None:
+        """Empties the memory of all groups: nothing that was not sent will be."""
+        self.quiet()
+        for g in self.groups:
+            if g.plan.vectors and not g.direct:
+                assert self.executor is not None
+                self.executor.clear(g)
+        self.unassigned = {}
+        self.drop_loaded()
 
     def drop_loaded(self) -> None:
         """Forgets what `start_from` took."""
