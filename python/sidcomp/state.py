@@ -313,6 +313,11 @@ class State:
         """The last exception in the hook, or None."""
         return self._engine.error
 
+    @property
+    def engine(self) -> Engine:
+        """For sidcomp itself: what doors pass gradients and updates to."""
+        return self._engine
+
     # ---- the door
     # -----------------------------------------------------------------------------------------------
 

@@ -144,6 +144,7 @@ class Engine:
         self.looking: list[Looking] = []  # for optimizers of which something is to be said
         self.informed = False  # a checkpoint was loaded, or the program knows that there is none
         self.scale: float | None = None  # AMP's loss scale, if it is known
+        self.closed = False
         self.control = self.allocations = 0
         self.place: tuple[int, int] | None = None  # rank and world in checkpoints; None: the exchange's
         self.pause: Callable[[], None] = lambda: None  # waits until no other thread uses the engine
@@ -898,6 +899,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees the groups, the threads and the process groups."""
+        self.closed = True
         self.farewell()
         self.layout = self._replaced = None
         self.follow(None, None)
