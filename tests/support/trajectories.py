@@ -8,6 +8,7 @@ is element by element, and has the same bits on every CPU.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import sidcomp
 import torch
 from harness import run
+from sidcomp.local.steps import Updates
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -147,15 +149,12 @@ def flat(module: nn.Module) -> torch.Tensor:
     return torch.cat([local(p.detach()).float().flatten() for p in module.parameters()])
 
 
-def make(case: Case, module: nn.Module, optimizers: Any, state: sidcomp.State, group: Any) -> Any:
-    """Returns what trains as the case says, and the names of its methods."""
-    how = {**case.how, "process_group": group}
-    if case.error == "parameters":
-        how["delay"] = int(bool(how.get("delay")))
-        return sidcomp.LocalError(module, optimizers, state, **how), ("agreed", "merge")
-    if case.outer is None:
-        return sidcomp.LocalSteps(module, optimizers, state, **how), ("common_point", "")
-    return sidcomp.Outer(module, optimizers, state, **how, **case.outer), ("common_point", "")
+def make(case: Case, module: nn.Module, optimizers: Any, state: sidcomp.State, group: Any) -> Updates:
+    outer = None
+    if case.outer is not None:
+        how = case.outer if case.outer["momentum"] else {"lr": case.outer["lr"]}
+        outer = functools.partial(torch.optim.SGD, **how)
+    return Updates(module, optimizers, state, **case.how, outer=outer, error=case.error, process_group=group)
 
 
 def train(rank: int, case: Case) -> dict[str, Any]:
@@ -181,17 +180,18 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         seen.append([float(x.double().norm()), float(x.double().dot(signs.double()))])
 
     with sidcomp.State(**case.state) as state:
-        owner, (point, end) = make(case, module, optimizers, state, group)
-        for step in range(14 if owner.every > 1 else 7):
+        updates = make(case, module, optimizers, state, group)
+        for step in range(14 if updates.every > 1 else 7):
             backward(module, node, step)
-            owner.step()
+            for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+                optimizer.step()
             digest.update((flat(module) + 0.0).numpy().tobytes())
         note(flat(module))
         note(module[1].running_mean.float())
-        with getattr(owner, point)() as common:
+        with updates.common() as common:
             note(flat(common))
-        if end:
-            getattr(owner, end)()
+        if case.error == "parameters":
+            updates.average()
             note(flat(module))
     return {"digest": digest.hexdigest()[:24], "numbers": seen}
 

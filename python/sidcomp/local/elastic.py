@@ -1,21 +1,30 @@
 """How a rank of `Outer` takes part in rounds: it meets the others, takes over the newest common point if it
 has missed some, exchanges, and takes everything back if the round does not count."""
 
+import hashlib
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
-from sidcomp.errors import CorruptPayloadError, ExchangeError, SidcompError, UnsupportedError
-from sidcomp.local.rendezvous import Meeting, Record, RoundExchange, Rounds, Undone
-from sidcomp.local.vectors import by_kind
+from sidcomp.errors import CorruptPayloadError, ExchangeError, SetupError, SidcompError, UnsupportedError
+from sidcomp.local.rendezvous import START_S, Meeting, Record, RoundExchange, Rounds, Undone
+from sidcomp.local.vectors import Vectors, by_kind
 from sidcomp.runtime.communicator import name_ranks
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.layout import Layout
+from sidcomp.state import State
 
 logger = logging.getLogger("sidcomp")
 
@@ -254,3 +263,159 @@ def _refuse(layout: Layout) -> None:
                 f"deadline: {g.label()} is exchanged in several rounds, which cannot be undone yet: choose a "
                 "codec with a single exchange, such as topk, int4 or none, and leave `exchange` out"
             )
+
+
+_runs: Counter[str] = Counter()  # objects with a deadline that this process has made
+
+
+class Meetings:
+    """When this rank goes to rounds, and what it brings back.
+
+    module      whose buffers travel with the point
+    named       the parameters, by name
+    vectors     what is exchanged
+    beside      vectors that have the same bits on all ranks, beside the points
+    how         arguments that must be the same on all ranks
+    """
+
+    def __init__(
+        self,
+        state: State,
+        module: torch.nn.Module,
+        model: Model,
+        named: dict[str, torch.Tensor],
+        vectors: Sequence[Vectors],
+        beside: Sequence[torch.Tensor],
+        every: int,
+        delay: int,
+        deadline: float,
+        stale: int,
+        how: list[Any],
+    ) -> None:
+        self.since = 0  # steps since this rank last went to a round
+        self.gone = False  # it has gone to one, whose outcome it has not applied yet
+        self.behind = False  # it has missed a round
+        self.late_buffers: list[torch.Tensor] = []  # those that came with the outcome
+        self._module, self._vectors, self._every, self._delay = module, vectors, every, delay
+        self._patience = max(deadline, START_S)
+        store, rank, world = _place()
+        engine = state.engine
+        state.settings = engine.settings = replace(state.settings, gathers=True)
+        tensors = [*named.items(), *module.named_buffers()]  # all travel from rank to rank
+        same = [[name, list(x.shape), str(x.dtype)] for name, x in tensors]
+        digest = hashlib.sha256(json.dumps([same, how, state.settings.saved()], default=str).encode())
+        _runs["outer"] += 1
+        rounds = Rounds(store, f"sidcomp/outer/{_runs['outer']}", rank, world, digest.hexdigest(), deadline)
+        engine.guarded()  # so that a round can be undone
+        engine.place = rank, world
+        alike = list(chain([v.point for v in vectors], beside))
+        self.attendance = Attendance(engine, model, list(vectors), lambda: alike, rounds, stale)
+        engine.pause, engine.farewell = self.attendance.wait, self.attendance.leave
+
+    def join(self) -> None:
+        """Goes to the first round; see `Attendance.join`."""
+        self.attendance.join(self._buffers(), self._patience)
+        self.gone = True
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [x.detach().clone() for x in self._module.buffers()]
+
+    def count(self) -> tuple[bool, bool]:
+        """Called after each step. Returns whether the outcome of the round must be applied now, and whether
+        this rank must then go to the next one."""
+        self.since += 1
+        due = self.since >= self._every
+        return self.gone and (due or self.since == self._delay), due
+
+    def missed(self) -> bool:
+        """Whether this rank has missed a round, and others wait in the next one."""
+        return self.behind and not self.gone and self.attendance.rounds.opened()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Goes to a round. With a delay it takes place in the background."""
+        for v in self._vectors:
+            v.mark()
+        self.since, self.gone = 0, True
+        self.attendance.begin(self._buffers(), background=self._delay > 0)
+
+    @torch.no_grad()
+    def arrive(self) -> bool:
+        """Waits for the round in progress, and takes over its point if this rank's is older. Returns whether
+        the updates hold the mean of a round that counts."""
+        if not self.gone:
+            return False
+        try:
+            outcome = self.attendance.end()
+        except Exception:
+            self.gone = False
+            raise
+        self.behind = outcome is None
+        if outcome is None:
+            self.gone = False
+            return False
+        if outcome.taken is not None:
+            for own, new in zip(self.attendance.vectors(), outcome.taken, strict=True):
+                own.copy_(new)
+        for v in self._vectors:
+            if not outcome.exchanged:
+                v.update.zero_()
+            elif outcome.scale != 1:
+                v.update.mul_(outcome.scale)
+        self.late_buffers = outcome.buffers
+        return True
+
+    @torch.no_grad()
+    def take_buffers(self) -> None:
+        for own, new in zip(self._module.buffers(), self.late_buffers, strict=False):
+            own.copy_(new)
+        self.late_buffers = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's place in the run."""
+        return {
+            "version": self.attendance.version,
+            "since": self.since,
+            "behind": self.behind,
+            "buffers": [x.clone() for x in self.late_buffers],
+        }
+
+    def is_old(self, saved: dict[str, Any]) -> bool:
+        """Whether this rank has taken part in a round since, which sent what the checkpoint had not sent."""
+        return bool(saved["version"] < self.attendance.attended_before)
+
+    def load_state_dict(self, saved: dict[str, Any], flying: bool) -> None:
+        """Takes over what was saved. flying: an exchange is still in flight."""
+        self.attendance.version = saved["version"]
+        self.since, self.behind = saved["since"], saved["behind"]
+        self.late_buffers, self.gone = list(saved["buffers"]), flying
+        if not flying:  # with another number of ranks the exchange in flight has ended
+            self.take_buffers()
+
+    def buffers_like(self, saved: Sequence[Any]) -> bool:
+        """Whether these may be the buffers that came with a round."""
+        own = list(self._module.buffers())
+        return not saved or (len(saved) == len(own) and all(map(_same_kind, saved, own)))
+
+
+def _same_kind(x: object, like: torch.Tensor) -> bool:
+    """Whether it is a tensor of the same shape and dtype, with values."""
+    if not isinstance(x, torch.Tensor):
+        return False
+    kinds = [(t.shape, t.dtype, t.layout, t.device.type) for t in (x, like)]
+    return kinds[0] == kinds[1]
+
+
+def _place() -> tuple[Store, int, int]:
+    """The store of the job, this rank, and the number of ranks."""
+    if dist.is_initialized():
+        store: Store = dist.distributed_c10d._get_default_store()
+        return store, dist.get_rank(), dist.get_world_size()
+    try:
+        found: Iterator[tuple[Store, int, int]] = iter(rendezvous("env://"))
+        return next(found)
+    except ValueError as e:
+        raise SetupError(
+            "deadline: start the program by torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
+            f"or call torch.distributed.init_process_group ({e})"
+        ) from e

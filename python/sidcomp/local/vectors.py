@@ -198,6 +198,22 @@ def lacks(values: object, name: str, like: torch.Tensor) -> str:
     return unlike(values[name], like)
 
 
+def check_values(
+    saved: Mapping[str, Any], own: Mapping[str, torch.Tensor], what: str, nan: bool = False
+) -> None:
+    """Raises CheckpointError unless a checkpoint's table has a tensor for each name, with the shape and the
+    values of a parameter. what: the table, for messages. nan: it may have values that are not finite."""
+    for name, like in own.items():
+        found = lacks(saved, name, like)
+        if not found and not nan and not bool(saved[name].isfinite().all()):
+            found = "a tensor with NaN or Inf"
+        if found:
+            raise CheckpointError(
+                f"sidcomp.compress: no {what} of the shape of parameter {name!r}, {tuple(like.shape)}, but "
+                f"{found}: the dictionary is damaged, or of another model"
+            )
+
+
 def named_group(state: State, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Returns the process group that the program has given, if it has."""
     given: Any = process_group if process_group is not None else state._engine.process_group
@@ -262,7 +278,86 @@ class Part:
         torch.sub(x, self.update, out=self.update)
 
 
-def refuse_converted(parts: Sequence[Part], what: str, every: bool) -> None:
+class Vectors:
+    """Parameters of one dtype and device, and vectors over them.
+
+    point   what is the same on all ranks
+    base    where this rank continued from after the last exchange or, while one is in flight, was when that
+            began: what its optimizers have done since is base - parameters. The memory of `point`, if it
+            always has the same values
+    update  what is exchanged, and then the mean
+    host    the vectors are in the host's memory, wherever the parameters are
+    """
+
+    def __init__(
+        self, names: list[str], named: Mapping[str, torch.Tensor], own_base: bool, host: bool = False
+    ) -> None:
+        self.names, self.host = names, host
+        self.take(named)
+        self.update, self.point = self._vector(), self._vector()
+        self.base = self._vector() if own_base else self.point
+        self.update_views = self._views(self.update)
+
+    def take(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Uses these tensors as its parameters from now on."""
+        self.parameters = [named[name] for name in self.names]
+
+    def _vector(self) -> torch.Tensor:
+        first = self.parameters[0]
+        n = sum(p.numel() for p in self.parameters)
+        if not self.host or first.device.type == "cpu":
+            return torch.zeros(n, dtype=first.dtype, device=first.device)
+        return torch.zeros(n, dtype=first.dtype, device="cpu", pin_memory=torch.cuda.is_available())
+
+    def _views(self, x: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split(x, [p.numel() for p in self.parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def named(self, x: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """A vector's parts, with the parameters' names and shapes; None: the parameters."""
+        return dict(zip(self.names, self.parameters if x is None else self._views(x), strict=True))
+
+    def bucket(self) -> Bucket:
+        return Bucket(self.names, [p.shape for p in self.parameters], self.update, self.parameters)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Takes the present parameters as the point."""
+        torch._foreach_copy_(self._views(self.point), self.parameters)
+        self.base.copy_(self.point)
+
+    @torch.no_grad()
+    def mark(self) -> None:
+        """An exchange begins, during which the parameters may move on."""
+        if self.base is not self.point:
+            torch._foreach_copy_(self._views(self.base), self.parameters)
+
+    def measure(self, start: torch.Tensor | None = None) -> None:
+        """Takes what the parameters have moved from `start`, with the sign of a gradient, as the update.
+        start: None: the base."""
+        torch._foreach_copy_(self.update_views, self.parameters)
+        torch.sub(self.base if start is None else start, self.update, out=self.update)
+
+    def measure_departure(self) -> None:
+        """Takes how far the parameters were from the point when the exchange began as the update."""
+        if self.base is self.point:
+            self.measure()
+        else:
+            torch.sub(self.point, self.base, out=self.update)
+
+    def resume(self, keep: bool) -> None:
+        """Continues from the base. keep: with what the update holds, as `measure` has found it."""
+        if keep:
+            torch.sub(self.base, self.update, out=self.update)
+        self.put(self.update if keep else self.base)
+
+    @torch.no_grad()
+    def put(self, x: torch.Tensor) -> None:
+        """Copies a vector into the parameters."""
+        torch._foreach_copy_(self.parameters, self._views(x))
+
+
+def refuse_converted(parts: Sequence["Part | Vectors"], what: str, every: bool) -> None:
     """Raises SetupError if the module has other dtypes, or is on another device, than when `what` was made,
     whose vectors have the former ones. every: looks at all parameters, else at one of each part."""
     for part in parts:

@@ -1,0 +1,192 @@
+"""The outer optimizer: how the point moves by the mean of what the ranks did, as in DiLoCo."""
+
+import copy
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from sidcomp.errors import ArgumentError, CheckpointError
+from sidcomp.local.vectors import Vectors, check_values
+from sidcomp.runtime.plain_data import anything, listing, record, table
+
+Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+_WHERE = 'sidcomp.compress: "outer"'
+
+
+class Outer(Protocol):
+    """Moves the points. label: what must be the same on all ranks."""
+
+    label: str
+    vectors: list[torch.Tensor]  # that have the same bits on all ranks, beside the points
+
+    def move(self, which: Sequence[int]) -> None:
+        """Moves the points of these indices; their updates hold the mean, and may be overwritten."""
+
+    def state_dict(self) -> dict[str, Any] | None: ...
+
+    def check(self, saved: Any) -> None:
+        """Raises CheckpointError if it cannot be a result of `state_dict`. Changes nothing."""
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Loads what `check` has accepted."""
+
+
+def make_outer(outer: Make | None, vectors: Sequence[Vectors]) -> Outer:
+    """outer: takes a list of tensors, one for each of `vectors`, and returns an optimizer of them; None: the
+    point moves by the mean. Raises ArgumentError."""
+    if outer is None:
+        return Averaging(vectors)
+    advice = (
+        "give a function that takes a list of tensors and returns a torch.optim.Optimizer of them, such as "
+        "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+    )
+    if not callable(outer) or isinstance(outer, torch.optim.Optimizer):
+        raise ArgumentError(f"outer={outer!r}: {advice}")
+    points = [v.point for v in vectors]
+    try:
+        made = outer(points)
+    except (TypeError, ValueError) as e:
+        raise ArgumentError(f"outer={outer!r} cannot be made ({e}): {advice}") from e
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ArgumentError(f"outer={outer!r} returned {reprlib.repr(made)}: {advice}")
+    has = [p for group in made.param_groups for p in group["params"]]
+    if len(has) != len(points) or any(p is not x for p, x in zip(has, points, strict=True)):
+        raise ArgumentError(f"outer={outer!r} returned an optimizer of other tensors: {advice}")
+    return Momentum(made, vectors) if is_plain_sgd(made) else Torchs(made, vectors)
+
+
+def is_plain_sgd(made: torch.optim.Optimizer) -> bool:
+    """Whether it is SGD with at most momentum, whose state may then travel between ranks."""
+    if type(made) is not torch.optim.SGD or len(made.param_groups) != 1:
+        return False
+    group = made.param_groups[0]
+    return not (group["weight_decay"] or group["dampening"] or group["maximize"])
+
+
+def _label(made: torch.optim.Optimizer) -> str:
+    """The optimizer's name and arguments."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
+    shown = "; ".join(", ".join(f"{k}={v!r}" for k, v in group.items()) for group in groups)
+    return f"{type(made).__name__}({shown})"
+
+
+class Averaging:
+    """The point moves by the mean."""
+
+    label = "None"
+
+    def __init__(self, vectors: Sequence[Vectors]) -> None:
+        self._vectors = vectors
+        self.vectors: list[torch.Tensor] = []
+
+    def move(self, which: Sequence[int]) -> None:
+        for i in which:
+            self._vectors[i].point.sub_(self._vectors[i].update)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None
+
+    def check(self, saved: Any) -> None:
+        if saved is not None:
+            raise CheckpointError(
+                f"{_WHERE} holds the state of an outer optimizer, and here is none that has a state: resume "
+                "with the same `outer`"
+            )
+
+    def load_state_dict(self, saved: Any) -> None: ...
+
+
+class Momentum(Averaging):
+    """Plain SGD: u = momentum u + mean, and the point moves by -lr (mean + momentum u), or by -lr u without
+    `nesterov`. The rate and the momentum are read in each exchange, so that a schedule may set them."""
+
+    def __init__(self, made: torch.optim.Optimizer, vectors: Sequence[Vectors]) -> None:
+        super().__init__(vectors)
+        self.label = _label(made)
+        (self._group,) = made.param_groups
+        self.vectors = [torch.zeros_like(v.update) for v in vectors] if self._group["momentum"] else []
+
+    def move(self, which: Sequence[int]) -> None:
+        lr, momentum = float(self._group["lr"]), float(self._group["momentum"])
+        for i in which:
+            update = self._vectors[i].update
+            if self.vectors:
+                u = self.vectors[i].mul_(momentum).add_(update)
+                if self._group["nesterov"]:
+                    update.add_(u, alpha=momentum)
+                else:
+                    update.copy_(u)
+            update.mul_(lr)
+        super().move(which)
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        pairs = zip(self._vectors, self.vectors, strict=True)
+        return {name: x for v, u in pairs for name, x in v.named(u).items()}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The momentum, by parameter name."""
+        return {"momentum": {n: x.clone() for n, x in self._named().items()}} if self.vectors else None
+
+    def check(self, saved: Any) -> None:
+        if not self.vectors:
+            super().check(saved)
+            return
+        if saved is None:
+            raise CheckpointError(f"{_WHERE} has no outer momentum: resume with the same `outer`")
+        record({"momentum": table(anything)})(saved, _WHERE)
+        check_values(saved["momentum"], self._named(), "outer momentum")
+
+    def load_state_dict(self, saved: Any) -> None:
+        for name, view in self._named().items() if self.vectors else ():
+            view.copy_(saved["momentum"][name])
+
+
+class Torchs:
+    """Any other optimizer of torch, which steps on the points with the means as gradients."""
+
+    def __init__(self, made: torch.optim.Optimizer, vectors: Sequence[Vectors]) -> None:
+        self._made, self._vectors, self.label = made, vectors, _label(made)
+        self.vectors: list[torch.Tensor] = []
+
+    def move(self, which: Sequence[int]) -> None:
+        for i in which:
+            self._vectors[i].point.grad = self._vectors[i].update
+        self._made.step()
+        for i in which:
+            self._vectors[i].point.grad = None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return copy.deepcopy(self._made.state_dict())
+
+    def check(self, saved: Any) -> None:
+        record({"state": anything, "param_groups": listing(anything)})(saved, _WHERE)
+        own = self._made.state_dict()["param_groups"]
+        groups = saved["param_groups"]
+        fits = len(groups) == len(own) and all(
+            isinstance(a, dict) and a.keys() == b.keys() and a["params"] == b["params"]
+            for a, b in zip(groups, own, strict=True)
+        )
+        if not fits or not isinstance(saved["state"], dict):
+            raise CheckpointError(
+                f'{_WHERE}: "param_groups" are {reprlib.repr(groups)}, and not those of '
+                f"{type(self._made).__name__}: resume with the same `outer` and `parts`"
+            )
+        for i, of_one in saved["state"].items():
+            if type(i) is not int or not 0 <= i < len(self._vectors) or not isinstance(of_one, dict):
+                raise CheckpointError(f'{_WHERE}: "state" has no use for {reprlib.repr(i)}')
+            for name, x in of_one.items():
+                plain = isinstance(x, bool | int | float | str | type(None))
+                if isinstance(x, torch.Tensor):
+                    sound = x.layout is torch.strided and not x.is_meta and not x.is_complex()
+                    plain = sound and x.numel() in (1, self._vectors[i].point.numel())
+                    plain = plain and bool(x.isfinite().all())
+                if not plain:
+                    raise CheckpointError(
+                        f'{_WHERE}: "state" of vector {i} has {name!r}={reprlib.repr(x)}, which is no finite '
+                        "tensor of its size: the dictionary is damaged, or of another model"
+                    )
+
+    def load_state_dict(self, saved: Any) -> None:
+        self._made.load_state_dict(copy.deepcopy(saved))

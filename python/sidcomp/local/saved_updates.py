@@ -1,0 +1,224 @@
+"""The checkpoint of `Updates`: everything is checked before anything is loaded."""
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from sidcomp.errors import CheckpointError
+from sidcomp.local.elastic import Meetings
+from sidcomp.local.gradient_noise import Noise
+from sidcomp.local.outer_optimizer import Outer
+from sidcomp.local.shards import Shards
+from sidcomp.local.vectors import Vectors, check_values
+from sidcomp.runtime.plain_data import (
+    anything,
+    count,
+    flag,
+    listing,
+    positive,
+    record,
+    table,
+    text,
+    whole,
+    wrong,
+)
+from sidcomp.state import State
+
+VERSION = 1
+_CALL = "sidcomp.compress"
+_MOST = 2**53  # steps
+
+
+class Updates(Protocol):
+    """What of `sidcomp.local.steps.Updates` is saved."""
+
+    state: State
+    error: str
+    steps: int
+    every: int
+    delay: int
+    parts: int
+    vectors: list[Vectors]
+    flying: list[int]
+    shards: Shards
+    outer: Outer
+    meetings: Meetings | None
+
+    @property
+    def noise(self) -> Noise | None: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def of(self, together: Sequence[int]) -> list[Vectors]:
+        """What is exchanged together."""
+
+    def counts(self, together: Sequence[int]) -> bool:
+        """Whether what is in flight, and has arrived, counts on this rank."""
+
+
+def _named(vectors: list[Vectors], kind: str) -> dict[str, torch.Tensor]:
+    """kind: "own" for the parameters, else a vector's name."""
+    return {
+        name: x for v in vectors for name, x in v.named(None if kind == "own" else getattr(v, kind)).items()
+    }
+
+
+def _cloned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x.clone() for name, x in tensors.items()}
+
+
+def save(updates: Updates) -> dict[str, Any]:
+    """What a checkpoint holds. Nothing is in progress when it is called."""
+    parameters = updates.error == "parameters"
+    flying = updates.of(updates.flying)
+    # where the base is not the point, and where the parameters may be elsewhere than at the base
+    moved = updates.vectors if parameters else flying
+    away = updates.steps % updates.every != 0 or updates.parts > 1 or updates.meetings is not None
+    discarded = bool(flying) and not updates.counts(updates.flying)
+    saved: dict[str, Any] = {
+        "version": VERSION,
+        "error": updates.error,
+        "steps": updates.steps,
+        "every": updates.every,
+        "delay": updates.delay,
+        "parts": updates.parts,
+        "world": updates.world,
+        "part": updates.shards.part,
+        "point": _cloned(_named(updates.vectors, "point")),
+        "base": _cloned(_named(moved, "base")),
+        "own": _cloned(_named(updates.vectors, "own")) if away else {},
+        "in flight": {},
+        "noise": updates.noise.state_dict() if updates.noise is not None else None,
+        "outer": updates.outer.state_dict(),
+    }
+    if flying:
+        update = {} if discarded else _cloned(_named(flying, "update"))
+        saved["in flight"] = {"names": [n for v in flying for n in v.names], "update": update}
+        saved["in flight"]["discarded"] = discarded
+    if updates.meetings is not None:
+        saved["rounds"] = updates.meetings.state_dict()
+    return saved
+
+
+def check(updates: Updates, saved: object) -> list[int]:
+    """Raises CheckpointError unless `saved` can be loaded. Returns what is in flight in it, as `flying` holds
+    it. Nothing changes."""
+    if not isinstance(saved, dict):
+        raise CheckpointError(
+            f"{_CALL}: load_state_dict({reprlib.repr(saved)}): give the dictionary that state_dict() "
+            "returned, as torch.load reads it"
+        )
+    for name, of in _FIELDS.items():
+        if name not in saved:
+            raise CheckpointError(
+                f'{_CALL}: the dictionary has no "{name}": it is damaged, or not what state_dict() returned'
+            )
+        of(saved[name], f'{_CALL}: "{name}"')
+    if saved["version"] != VERSION:
+        raise CheckpointError(
+            f'{_CALL}: "version" is {saved["version"]}, and this sidcomp reads {VERSION}: load it with the '
+            "sidcomp that saved it"
+        )
+    if saved["error"] != updates.error:
+        raise CheckpointError(
+            f"{_CALL}: the checkpoint was saved with error={saved['error']!r}: resume with the same `error`"
+        )
+    updates.shards.check_saved(saved, _CALL)
+    if updates.error == "parameters" and saved["steps"] >= saved["every"] and not updates.state.engine.step:
+        raise CheckpointError(f"{_CALL}: call the State's load_state_dict first")
+    together = _in_flight(updates, saved)
+    flying = updates.of(together)
+    check_values(saved["point"], _named(updates.vectors, "point"), "common point")
+    moved = updates.vectors if updates.error == "parameters" else flying
+    check_values(saved["base"], _named(moved, "base"), '"base"')
+    if saved["own"]:  # which may have what the next exchange discards
+        check_values(saved["own"], _named(updates.vectors, "own"), '"own"', nan=True)
+    if flying and not saved["in flight"]["discarded"]:
+        check_values(saved["in flight"]["update"], _named(flying, "update"), 'update "in flight"')
+    if updates.noise is not None:
+        updates.noise.check(saved["noise"])
+    updates.outer.check(saved["outer"])
+    if updates.meetings is not None:
+        _check_rounds(updates, saved)
+    return together
+
+
+def _steps(value: object, where: str) -> None:
+    count(value, where)
+    if isinstance(value, int) and value > _MOST:
+        raise wrong(where, value, "a number of steps")
+
+
+_FIELDS = {
+    "version": count, "error": text, "steps": _steps, "every": positive, "delay": count, "parts": positive,
+    "world": positive, "part": text, "point": table(anything), "base": table(anything),
+    "own": table(anything), "in flight": table(anything), "noise": anything, "outer": anything,
+}  # fmt: skip
+_FLIGHT = {"names": listing(text), "update": table(anything), "discarded": flag}
+
+
+def _in_flight(updates: Updates, saved: dict[str, Any]) -> list[int]:
+    """Which exchange had not been applied when `saved` was saved."""
+    if not saved["in flight"]:
+        return []
+    record(_FLIGHT)(saved["in flight"], f'{_CALL}: "in flight"')
+    if saved["parts"] != updates.parts:
+        raise CheckpointError(
+            f"{_CALL}: the checkpoint was saved with parts={saved['parts']}, while one of them was in flight"
+            ": resume with the same `parts`"
+        )
+    names = set(saved["in flight"]["names"])
+    every = range(updates.parts)
+    together = [i for i in every if any(n in names for v in updates.of([i]) for n in v.names)]
+    if names != {n for v in updates.of(together) for n in v.names}:
+        raise CheckpointError(
+            f'{_CALL}: "in flight" names {reprlib.repr(sorted(names))}, which are no whole parts of this '
+            "model: the dictionary is damaged, or of another model"
+        )
+    return together
+
+
+def _check_rounds(updates: Updates, saved: dict[str, Any]) -> None:
+    """Raises CheckpointError if the place in the run is missing, or something else."""
+    assert updates.meetings is not None
+    if "rounds" not in saved:
+        raise CheckpointError(
+            f'{_CALL}: the dictionary has no "rounds": it was saved without a deadline, or is damaged'
+        )
+    fields = {"version": whole, "since": count, "behind": flag, "buffers": listing(anything)}
+    record(fields)(saved["rounds"], f'{_CALL}: "rounds"')
+    if not updates.meetings.buffers_like(came := saved["rounds"]["buffers"]):
+        raise CheckpointError(
+            f'{_CALL}: "buffers" of "rounds" is {reprlib.repr(came)}, which are not the module\'s buffers: '
+            "the dictionary is damaged, or of another model"
+        )
+
+
+def restore(updates: Updates, saved: dict[str, Any], together: list[int]) -> None:
+    """Takes over what `check` has accepted. together: what is in flight."""
+    if updates.noise is not None:
+        updates.noise.load_state_dict(saved["noise"])
+    updates.steps = saved["steps"]
+    flying = updates.of(together)
+    if flying and flying[0].base is flying[0].point:
+        for v in flying:  # the run that saved it had a delay
+            v.base = torch.zeros_like(v.point)
+
+    def take(vectors: list[Vectors], kind: str, values: dict[str, Any]) -> None:
+        for name, view in _named(vectors, kind).items():
+            view.copy_(values[name])
+
+    take(updates.vectors, "point", saved["point"])
+    for v in updates.vectors:
+        v.base.copy_(v.point)
+    take(updates.vectors if updates.error == "parameters" else flying, "base", saved["base"])
+    for v in updates.vectors:
+        v.put(v.base)
+    if saved["own"]:
+        take(updates.vectors, "own", saved["own"])
+    if flying and not saved["in flight"]["discarded"]:
+        take(flying, "update", saved["in flight"]["update"])
+    updates.outer.load_state_dict(saved["outer"])

@@ -1,0 +1,556 @@
+"""Updates: the optimizers step on each rank's own gradients, and the ranks exchange what they did."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp.errors import SetupError
+from sidcomp.local import arguments, saved_updates
+from sidcomp.local.correction import Correction
+from sidcomp.local.elastic import Meetings
+from sidcomp.local.gradient_noise import Noise, SketchNoise
+from sidcomp.local.outer_optimizer import Make, make_outer
+from sidcomp.local.shards import Shards, reshard
+from sidcomp.local.stepping import Stepping
+from sidcomp.local.vectors import (
+    Vectors,
+    broadcast,
+    buckets,
+    compare,
+    cut,
+    finite,
+    group_of,
+    named_group,
+    open_engine,
+    refuse_converted,
+    serve,
+    trained,
+    whereabouts,
+)
+from sidcomp.runtime import unsent
+from sidcomp.runtime.communicator import exchanging, has_gloo
+from sidcomp.runtime.layout import Layout
+from sidcomp.runtime.optimizers import Optimizers, chains
+from sidcomp.state import State
+
+_CALL = "sidcomp.compress"  # what the program has called, in messages
+
+
+class Updates:
+    """Exchanges what the optimizers did, in place of gradients. The training loop stays as it is.
+
+    All ranks have the same point. On rank r the optimizers step with the rank's own gradients, so that its
+    parameters move. Once in `every` steps each rank measures what it has done, base - parameters, and the
+    ranks exchange these updates, compressed. The mean moves the point. What a rank has done and not sent is
+    its error E(r). From the new point each rank continues:
+
+        error="parameters"  from point - E(r), so that its own parameters contain its own steps at once. This
+                            is error reset (CSER, Xie et al. 2020, Algorithm 2), with a residual as memory
+        error="memory"      from the point. The State's memory adds E(r) to the next update. With `outer` and
+                            codec none this is DiLoCo (Douillard et al. 2023), with topk and beta < 1
+                            SparseLoCo (Sarfi et al. 2025), with codec marsit that paper's Algorithm 2 (Wu et
+                            al. 2022)
+
+    The optimizers' own state stays on its rank.
+
+    module          any module, also one that fully_shard has sharded inside a node; or a DDP model, whose
+                    gradients are then no longer averaged. Rank 0's parameters and buffers are copied to all
+                    ranks here, and rank 0's buffers again after each exchange
+    optimizers      of the module's parameters: one, or a list, such as [muon, adamw]
+    state           for the updates. error="parameters" takes float32 parameters and a memory that keeps what
+                    was not sent. error="memory" takes any memory, and a named codec with fixed groups
+    every           [1] steps between two exchanges, at least 1
+    delay           [0] steps during which an exchange takes place in the background, 0 to every. Its mean
+                    then moves the point, and the parameters keep what their optimizers did meanwhile
+    parts           [1] into how many parts of about equal size the parameters are cut, at most `every`. Each
+                    is exchanged once in `every` steps, one after the other, as in Streaming DiLoCo (Douillard
+                    et al. 2025): part p after s steps, where s % every == p * every // parts. A delay is then
+                    at most every // parts. No group of the State may be in several parts
+    outer           [None] takes a list of tensors and returns an optimizer of them, which moves the point
+                    with the mean as its gradient, such as functools.partial(torch.optim.SGD, lr=0.7,
+                    momentum=0.9, nesterov=True). None: the point moves by the mean
+    error           ["parameters"] or "memory". parts, outer, host and deadline need "memory"
+    host            [False] for parameters on a GPU. True: the vectors and the State's memory are in the
+                    host's memory, which encodes, decodes and exchanges, over Gloo
+    noise_correction
+                    [None] True: lengthens each rank's own steps, parameter by parameter, by as much as the
+                    noise of its own gradient shortens them (sidcomp.local.gradient_noise); with
+                    error="memory" those of optimizers with two betas, such as Adam. "rows": these, row by
+                    row, in the exchange. None: with error="parameters" the parameters of optimizers with two
+                    betas, with error="memory" none
+    deadline        [None] seconds that an exchange waits for ranks that are late, or have ended. CPUs only,
+                    and `outer` must be plain SGD (docs/outer.md#late-and-lost-ranks). None: it waits for all
+    stale           [10] with a deadline: a rank that has missed more exchanges drops what it did since its
+                    last one, and keeps only what it has not sent of what it did before
+    process_group   [None] the ranks to exchange with; None: the State's, else the default group. With FSDP2
+                    inside a node: the ranks of all nodes that hold the same shard as this one
+
+    It takes 12 bytes for each float32 parameter (update, point, base), 8 with error="memory" and no delay;
+    sketches for the noise correction take 4, an outer momentum 4. The State's memory comes on top.
+
+    If what a rank did is not finite, the exchange is discarded on all ranks, and with it what they did since
+    the one before. Raises ArgumentError, SetupError or UnsupportedError, which say what to change: also if
+    the ranks' arguments, or their parameters' names, shapes or dtypes, differ.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Optimizers,
+        state: State,
+        *,
+        every: int = 1,
+        delay: int = 0,
+        parts: int = 1,
+        outer: Make | None = None,
+        error: str = "parameters",
+        host: bool = False,
+        noise_correction: bool | str | None = None,
+        deadline: float | None = None,
+        stale: int = 10,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        arguments.check(module, state, every, delay, error, host, noise_correction, stale)
+        if error == "parameters":
+            others = {"parts": (parts, 1), "outer": (outer, None), "host": (host, False)}
+            arguments.check_error_in_parameters(state, delay, {**others, "deadline": (deadline, None)})
+        else:
+            arguments.check_error_in_memory(state, module, parts, deadline, noise_correction, process_group)
+        ddp = module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else None
+        module = ddp.module if ddp is not None else module
+        links = chains(optimizers)
+        self._optimizers = [each[-1] for each in links]  # those inside of wrappers
+        arguments.check_betas(noise_correction, self._optimizers, error)
+        given = named_group(state, process_group)
+        reshard(module)
+        whole = trained(module, self._optimizers)
+        self.shards = Shards(whole, given, _CALL)
+        named = self.shards.local()
+        if error == "parameters":
+            arguments.check_float32(named, 'error="parameters" keeps errors in the parameters')
+        least = self.shards.least
+        what = "the smallest shard" if least else "the model"
+        arguments.check_parts(parts, every, delay, state, least or len(named), what)
+        self.module, self.state, self.error = module, state, error
+        self.every, self.delay, self.parts = every, delay, parts
+        self.steps = 0  # taken by the optimizers
+        own_base = error == "parameters" or delay > 0
+        cuts = [buckets(some) for some in cut(named, parts)]
+        self.vectors = [Vectors(names, named, own_base, host) for some in cuts for names in some]
+        # the indices in `vectors` of what is exchanged together, and the steps at which it is, modulo `every`
+        of_cut = [i for i, some in enumerate(cuts) for _ in some]
+        self._together = [[n for n, at in enumerate(of_cut) if at == i] for i in range(parts)]
+        self._at = [i * every // parts for i in range(parts)]
+        self._futures: list[torch.futures.Future[torch.Tensor]] = []
+        self.flying: list[int] = []  # of `_together`: their means have not been applied yet
+        self._discard = False  # what is in flight does not count
+        self._met = False  # the first step has been looked at
+        self.outer = make_outer(outer, self.vectors)
+        if deadline is not None:
+            arguments.check_travels(self.outer, deadline)
+        self._correction = Correction(
+            self.vectors, whole, self._optimizers, noise_correction, error == "memory"
+        )
+        self.meetings: Meetings | None = None
+        if deadline is None:
+            same = {"every": every, "delay": delay, "parts": parts, "outer": self.outer.label, "error": error}
+            same |= {"host": host, "noise_correction": noise_correction}
+            same["parameters corrected"] = len(self._correction)
+            self._start(named, group_of(state, process_group), same)
+        else:
+            self._meet_others(named, deadline, stale)
+        self._stepping = Stepping(self, links)
+        if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
+            ddp.require_backward_grad_sync = False
+
+    def _start(self, named: dict[str, torch.Tensor], group: dist.ProcessGroup, same: dict[str, Any]) -> None:
+        """Gives all ranks the same parameters, and makes what their exchanges need. same: the arguments,
+        which must be the same on all ranks."""
+        self._group = group
+        moved = [v for v in self.vectors if v.update.device != v.parameters[0].device]
+        if moved and not has_gloo(group):
+            raise SetupError(
+                "host=True exchanges over Gloo, which the process group has not: call "
+                'init_process_group("cpu:gloo,cuda:nccl")'
+            )
+        compare(named, self.module, group, _CALL, same, self.shards.part)
+        broadcast([*named.values(), *self.module.buffers()], group)
+        for v in self.vectors:
+            v.start()
+        self._correction.start(self.every, group)
+        beside = self.noise.nbytes if self.noise is not None else 0
+        device = self.vectors[0].update.device
+        self._model = serve(
+            self.state, self.module, named, group, device, "updates", self.shards.part, beside
+        )
+        if self.parts > 1:
+            self._form(trial=True)  # so that groups over several parts are refused here
+
+    def _meet_others(self, named: dict[str, torch.Tensor], deadline: float, stale: int) -> None:
+        """Goes to the first round of the run, or to the next one."""
+        device = self.vectors[0].update.device
+        self._model = serve(self.state, self.module, named, None, device, "updates")
+        self.meetings = Meetings(
+            self.state, self.module, self._model, named, self.vectors, self.outer.vectors, self.every,
+            self.delay, deadline, stale, [self.every, self.outer.label],
+        )  # fmt: skip
+        for v in self.vectors:
+            v.start()
+        self.meetings.join()
+        self._land()
+        self.meetings.behind = False
+
+    @property
+    def noise(self) -> Noise | None:
+        return self._correction.noise
+
+    @property
+    def world(self) -> int:
+        place = self.state.engine.place
+        return place[1] if place is not None else dist.get_world_size(self._group)
+
+    # ---- training
+    # --------------------------------------------------------------------------------------------
+
+    def before(self) -> None:
+        """Called before the optimizers step. Raises SetupError before a parameter has moved."""
+        if self.state.engine.closed:
+            return
+        if not self._met and not self.steps:  # else its own checkpoint was loaded
+            self.state._meet(self._optimizers[0], f"the state_dict() of {_CALL} and ")
+        self._met = True
+        refuse_converted(self.vectors, _CALL, every=not self.steps)
+        if isinstance(self.noise, SketchNoise):
+            self.noise.mark()
+
+    def after(self) -> None:
+        """Called after each of the optimizers has stepped once, or a GradScaler has skipped the step, on
+        every rank equally often. Exchanges if it is time to, and raises the errors of the exchange."""
+        if self.state.engine.closed:
+            return
+        self.steps += 1
+        if isinstance(self.noise, SketchNoise):
+            self.noise.lengthen()
+            self.noise.note()
+        if self.meetings is not None:
+            land, due = self.meetings.count()
+            if land:
+                self._land()
+            if due or self.meetings.missed():
+                self._launch([0])
+        else:
+            together = [i for i, at in enumerate(self._at) if self.steps % self.every == at]
+            if self.flying and (together or self._since() == self.delay):
+                self._land()
+            if together:
+                self._launch(together)
+        if not self.delay:
+            self._land()
+
+    def _since(self) -> int:
+        """Steps since the exchange in flight has begun, modulo `every`."""
+        return (self.steps - self._at[self.flying[0]]) % self.every
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Exchanges everything now, also with `parts`. Every rank calls it at the same point. With a delay,
+        the means are applied later."""
+        open_engine(self.state)
+        self._land()
+        self._launch(list(range(self.parts)))
+        if not self.delay:
+            self._land()
+
+    def _find(self) -> None:
+        """Finds the shards of FSDP where they are now. Call it before they are read or changed."""
+        if self.shards.find(self.module, self.vectors) and isinstance(self.noise, SketchNoise):
+            self.noise.find()
+
+    def of(self, together: Sequence[int]) -> list[Vectors]:
+        """What is exchanged then."""
+        return [self.vectors[n] for n in self._indices(together)]
+
+    def _indices(self, together: Sequence[int]) -> list[int]:
+        return [n for i in together for n in self._together[i]]
+
+    def _form(self, trial: bool = False) -> None:
+        """Makes the groups, if there are none. trial: only to see whether they fit."""
+        engine = open_engine(self.state)
+        if engine.layout is not None:
+            return
+        made = [v.bucket() for v in self.vectors]
+        at = whereabouts(self.steps, [v.point for v in self.vectors], self.noise)
+        form = engine.try_out if trial else engine.form
+        form(self._model, made, refuse=self._refuse, at=at)
+
+    def _refuse(self, layout: Layout) -> None:
+        """Raises SetupError if a group is in several parts, which travel at different times."""
+        owner = {n: i for i, some in enumerate(self._together) for n in some}
+        for g in layout.groups:
+            if len({owner[bucket] for bucket, _, _ in g.runs}) > 1:
+                raise SetupError(
+                    f"parts={self.parts}: groups={self.state.settings.groups!r} make a group of parameters"
+                    ' of several parts: give the State groups="bucket" or "layer"'
+                )
+
+    @torch.no_grad()
+    def _launch(self, together: list[int]) -> None:
+        engine = open_engine(self.state)
+        if self.meetings is not None:
+            self.meetings.begin()
+            return
+        self._find()
+        # First, because the ranks compare here how far they are, on which the size of what else they exchange
+        # depends; and on all ranks of the shards, whichever has loaded a checkpoint or has another plan.
+        with self.shards.peers.together():
+            self._form()
+        which = self._indices(together)
+        updates = [self.vectors[n].update for n in which]
+        for n in which:
+            self.vectors[n].measure()
+            self.vectors[n].mark() if self.delay else None
+        beside = self._correction.apply(which, samples=0 in together)
+        if self.shards.part and not self.shards.peers.all_agree(finite(updates)):
+            for update in updates:  # so that the ranks of all shards discard it
+                update.fill_(float("nan"))
+        engine.count_reduced(beside)
+        with self.shards.peers.together(self._fail):
+            self._futures = [engine.ready(n, self.vectors[n].update) for n in which]
+            if len(which) < len(self.vectors):
+                left = engine.end_early()
+                assert not left  # a group never spans two parts
+        self.flying, self._discard = together, False
+
+    def _fail(self, error: Exception) -> None:
+        self._find()
+        self.state.engine.abandon(error)
+        self._continue(self.vectors, keep=False)
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """Waits for the exchange in flight, and applies its means."""
+        if self.meetings is not None:
+            self._arrive()
+            self.meetings.gone = False
+        if not self.flying:
+            return
+        futures, self._futures = self._futures, []
+        together, self.flying = self.flying, []
+        if self.meetings is not None:
+            self._apply(together, keep=self.delay > 0)
+            self.meetings.take_buffers()
+            return
+        with self.shards.peers.together(self._fail):
+            for future in futures:
+                future.wait()
+        if self.delay:  # else nothing has happened since the launch
+            self._find()
+        if self.error == "parameters":
+            self.state.engine.quiet()  # discards the step, if what some rank sent was not finite
+        if isinstance(self.noise, SketchNoise) and 0 in together:  # it has arrived beside the means
+            self.noise.land()
+        self._apply(together, keep=self.delay > 0)
+        if 0 in together:
+            broadcast(list(self.module.buffers()), self._group)
+
+    def _arrive(self) -> None:
+        """Waits for the round in progress, whose means are then in flight."""
+        if self.meetings is not None and not self.flying and self.meetings.arrive():
+            self.flying, self._discard = [0], False
+
+    def counts(self, together: Sequence[int]) -> bool:
+        """Whether what is in flight, and has arrived, counts on this rank."""
+        if self.error == "parameters":
+            return not self._discard and self.state.engine.counts()
+        return not self._discard and finite([v.update for v in self.of(together)])
+
+    def _apply(self, together: list[int], keep: bool) -> None:
+        """Applies the means that have arrived. keep: what the optimizers did since the launch stays."""
+        fine = self.counts(together)
+        if self.error == "memory":
+            fine = self.shards.peers.all_agree(fine)
+        if fine:
+            self.outer.move(self._indices(together))
+        # Else all ranks lose what they did: also a part that was not exchanged may not be finite.
+        self._continue(self.of(together) if fine else self.vectors, keep and fine)
+
+    def _continue(self, which: Sequence[Vectors], keep: bool) -> None:
+        """Puts the parameters where they continue from, and keeps what they moved since the launch."""
+        for v in which if keep else ():
+            v.measure()
+        if self.error == "memory":
+            for v in which:
+                v.base.copy_(v.point) if v.base is not v.point else None
+        else:
+            self._leave_errors()
+        for v in which:
+            v.resume(keep)
+
+    def _leave_errors(self) -> None:
+        """base = point - E."""
+        engine = self.state.engine
+        engine.quiet()
+        waiting = unsent.waiting(engine)
+        if waiting or not engine.groups:
+            for v in self.vectors:
+                v.base.copy_(v.point)
+        else:
+            for n, own in unsent.nothing(engine):
+                self.vectors[n].base[own].copy_(self.vectors[n].point[own])
+        for n, own, error in unsent.pieces(engine):
+            torch.sub(self.vectors[n].point[own], error, out=self.vectors[n].base[own])
+        for name, base in self._named("base").items() if waiting else ():
+            if name in waiting:
+                base.sub_(waiting[name].view(base.shape).to(base.device))
+
+    def _named(self, kind: str) -> dict[str, torch.Tensor]:
+        """The vectors "point", "base" or "update", by parameter."""
+        return {name: x for v in self.vectors for name, x in v.named(getattr(v, kind)).items()}
+
+    # ---- the point
+    # ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def common(self) -> Iterator[torch.nn.Module]:
+        """Puts the point, which has the same bits on all ranks, into the module, and this rank's own
+        parameters back afterwards:
+
+            with updates.common() as module:
+                evaluate(module)
+                torch.save(module.state_dict(), "model.pt")
+
+        Nothing is exchanged, and training continues afterwards as if you had not called it. The point
+        contains neither the steps since the last exchange nor an exchange in flight. Do not train inside."""
+        self._find()
+        own = [[p.detach().clone() for p in v.parameters] for v in self.vectors]
+        for v in self.vectors:
+            v.put(v.point)
+        try:
+            yield self.module
+        finally:
+            self._find()
+            with torch.no_grad():
+                for v, kept in zip(self.vectors, own, strict=True):
+                    torch._foreach_copy_(v.parameters, kept)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Averages what all ranks have done, uncompressed, so that no error is left and all ranks have the
+        same parameters, those of the point. Call it at the end of training, or before the number of ranks
+        changes, on every rank at the same point. The mean moves the point as that of an exchange does, by
+        `outer` if there is one. A rank whose parameters are not finite gives what it had not sent before.
+
+        With a deadline, and with error="memory" and a memory that holds something else than what was not
+        sent (such as "dgc", "momentum" or marsit's), this is one more compressed exchange, with the ranks
+        that come by the deadline: nothing is lost, but what was not sent stays in the memory."""
+        open_engine(self.state)
+        self._land()
+        if self.meetings is not None or not self._exact():
+            since = self.meetings.since if self.meetings is not None else 0
+            self._launch(list(range(self.parts)))
+            self._land()
+            if self.meetings is not None:
+                self.meetings.since = since
+            return
+        if self.noise is not None:
+            self.noise.land()
+        engine = self.state.engine
+        engine.quiet()
+        self._find()
+        if not self.shards.peers.all_agree(finite([p for v in self.vectors for p in v.parameters])):
+            for v in self.vectors:
+                v.put(v.base)
+        for v in self.vectors:
+            v.measure(v.point)
+        self._add_unsent()
+        for v in self.vectors:
+            with exchanging("average()"):
+                dist.all_reduce(v.update, group=self._group)
+            v.update.div_(self.world)
+        unsent.forget(engine)
+        self.outer.move(range(len(self.vectors)))
+        for v in self.vectors:
+            v.base.copy_(v.point)
+            v.put(v.point)
+        broadcast(list(self.module.buffers()), self._group)
+
+    def _exact(self) -> bool:
+        """Whether the memory holds what was not sent, and nothing else."""
+        settings = self.state.settings
+        kinds = [c.memory for c in settings.candidates]
+        return not settings.momentum and all(m.name == "none" or "feedback" in m.traits for m in kinds)
+
+    def _add_unsent(self) -> None:
+        """Adds to the updates what this rank has not sent, if it is not in the parameters already, and what
+        it keeps for all ranks."""
+        engine = self.state.engine
+        for common in (False, True) if self.error == "memory" else (True,):
+            times = self.world if common else 1
+            for n, own, error in unsent.pieces(engine, common):
+                self.vectors[n].update[own].add_(error * times if common else error)
+            waiting = unsent.waiting(engine, common)
+            for name, update in self._named("update").items() if waiting else ():
+                if name in waiting:
+                    update.add_(waiting[name].view(update.shape).to(update.device), alpha=times)
+
+    # ---- checkpoints
+    # ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs besides the dictionaries of the optimizers and the State: numbers
+        of steps and, by parameter name, the point, the base where it is not the point, this rank's parameters
+        where they are not the base, and the means of an exchange in flight, for which it waits. Call it
+        between two steps. Every rank saves its own dictionaries. They do not contain the module's buffers:
+        save those as well."""
+        self._arrive()
+        for future in self._futures:
+            future.wait()
+        self._find()
+        self.state.engine.quiet()
+        return saved_updates.save(self)
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Loads a result of `state_dict`, after those of the optimizers and the State, and puts the
+        parameters into the module. Every rank calls it at the same point. With the number of ranks that saved
+        it, the run continues with the same bits. With another number any rank may load any rank's dictionary:
+        the State distributes the errors, an exchange in flight ends, and what the optimizers did after the
+        last exchange is lost. With a deadline: if this rank has taken part in a round since, what the
+        checkpoint had not sent was sent, or is out of date. Then only the number of steps is taken from it,
+        and the State's memory is emptied. Raises CheckpointError, and then nothing has changed."""
+        together = saved_updates.check(self, saved)
+        self._land()
+        self._find()
+        if self.meetings is not None and self.meetings.is_old(saved["rounds"]):
+            self.state.engine.drop_loaded()
+            self.steps = saved["steps"]
+            self._continue(self.vectors, keep=False)
+            return
+        saved_updates.restore(self, saved, together)
+        self._futures, self.flying = [], together
+        self._discard = bool(together) and bool(saved["in flight"]["discarded"])
+        if self.error == "parameters" and self.state.engine.step:
+            with self.shards.peers.together():
+                self._form()  # so that the errors are found
+        if saved["world"] != self.world:
+            self._end_flight(keep=False)
+            if isinstance(self.noise, SketchNoise):
+                self.noise.forget()
+            self._continue(self.vectors, keep=False)
+        elif together and not self.delay:  # the run that saved it had a delay
+            self._end_flight(keep=True)
+        if self.meetings is not None:
+            self.meetings.load_state_dict(saved["rounds"], bool(self.flying))
+
+    def _end_flight(self, keep: bool) -> None:
+        """Applies what a checkpoint had in flight."""
+        together, self.flying = self.flying, []
+        if together:
+            self._apply(together, keep)
+        if self.error == "memory" and not self.delay:
+            for v in self.vectors:
+                v.base = v.point
