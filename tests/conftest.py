@@ -21,17 +21,20 @@ WITH_RANKS = ("ddp", "doors", "frameworks", "native", "runtime")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """SHARE=N: of the tests that differ in their parameters one in N. HALF=1: every other one of the rest in
-    the folders whose tests start ranks. TURN=T: other ones for each T. Where tests are marked as many, every
-    other one is slow."""
+    """SHARE=N: of the tests that differ in their parameters one in N. REST=N: of the rest one in N in the
+    folders whose tests start ranks, and those of cuda/, which build an emulation, in even turns only. TURN=T:
+    other ones for each T. Where tests are marked as many, every other one is slow."""
     for item in items:
         if item.get_closest_marker("many") and zlib.crc32(item.nodeid.encode()) % 2:
             item.add_marker(pytest.mark.slow)
     share, turn = int(os.environ.get("SHARE", "1")), int(os.environ.get("TURN", "0"))
-    rest = 2 if os.environ.get("HALF") else 1
+    rest = int(os.environ.get("REST", "1"))
 
     def goes(item: pytest.Item) -> bool:
-        one_in = share if "[" in item.name else rest if item.path.parent.name in WITH_RANKS else 1
+        folder = item.path.parent.name
+        if folder == "cuda" and rest > 1 and turn % 2:
+            return True
+        one_in = share if "[" in item.name else rest if folder in WITH_RANKS else 1
         # Half of the hash: its last bit says which of many are slow.
         return (zlib.crc32(item.nodeid.encode()) // 2 - turn) % one_in > 0
 

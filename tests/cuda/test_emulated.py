@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def call(command: list[str], report: IO[str] | None = None, **env: str) -> None:
-    ours = "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "SHARE", "TURN"
+    ours = "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "REST", "SHARE", "TURN"
     clean = {k: v for k, v in os.environ.items() if k not in ours}
     done = subprocess.run(
         command, cwd=ROOT, env=clean | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cases import CASES, Trainer
 from common import GATHERED, LINEAR
 from harness import run
-from sidcomp.runtime import block, checkpoint, process_group
+from sidcomp.runtime import block, checkpoint, communicator
 
 TIMEOUT = 200.0  # seconds, of a process group
 SOON = 90.0  # on a busy machine
@@ -106,7 +106,7 @@ def lose_while_connecting(rank: int, world: int) -> tuple[str, str, int, float] 
     state = sidcomp.State()
     if rank == world - 1:
         dist.new_group = lambda *_, **__: end("kill")
-    process_group._FORMING = timedelta(seconds=1)
+    communicator._FORMING = timedelta(seconds=1)
     told = caught_at(state, lambda: sidcomp.register(trainer.wrapper, state))
     trainer.close()
     return told
@@ -123,8 +123,8 @@ def test_a_rank_lost_while_ranks_connect_is_named(world: int) -> None:
 
 def late(rank: int, world: int, when: str) -> tuple[list[str], float]:
     logged: list[str] = []
-    process_group.SILENT_S = 0.2
-    process_group.logger.warning = lambda text, *values: logged.append(text % values)  # type: ignore[method-assign]
+    communicator.SILENT_S = 0.2
+    communicator.logger.warning = lambda text, *values: logged.append(text % values)  # type: ignore[method-assign]
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State()
     if rank == 1 and when == "register":
@@ -135,7 +135,7 @@ def late(rank: int, world: int, when: str) -> tuple[list[str], float]:
     for _ in range(3):
         trainer.step()
     assert state._engine.exchange is not None
-    timeout = process_group._timeout_of(state._engine.exchange.group, cases.DEVICE)
+    timeout = communicator._timeout_of(state._engine.exchange.group, cases.DEVICE)
     assert timeout is not None
     trainer.close()
     state.close()
@@ -158,8 +158,8 @@ def without_a_hook(rank: int, world: int) -> tuple[list[str], Any]:
         logged.append(text % values)
         store.set("rank 0 waits", "")
 
-    process_group.SILENT_S = 0.2
-    process_group.logger.warning = log  # type: ignore[method-assign]
+    communicator.SILENT_S = 0.2
+    communicator.logger.warning = log  # type: ignore[method-assign]
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State()
     if rank == 1:
@@ -182,13 +182,13 @@ def test_a_rank_without_a_hook_is_named() -> None:
 
 def by_the_store(rank: int, world: int) -> Any:
     """What a process group without Gloo does: it asks the store."""
-    process_group.has_gloo = lambda group: False
+    communicator.has_gloo = lambda group: False
     for _ in range(2):  # the second finds nothing of the first
-        process_group._roll_call(dist.group.WORLD, "here", timedelta(seconds=20))  # type: ignore[arg-type]
+        communicator._roll_call(dist.group.WORLD, "here", timedelta(seconds=20))  # type: ignore[arg-type]
     if rank == 1:
         return None
     with pytest.raises(sidcomp.ExchangeError) as caught:
-        process_group._roll_call(dist.group.WORLD, "here", timedelta(seconds=0.5))  # type: ignore[arg-type]
+        communicator._roll_call(dist.group.WORLD, "here", timedelta(seconds=0.5))  # type: ignore[arg-type]
     return str(caught.value)
 
 
@@ -297,7 +297,7 @@ def liar(rank: int, world: int, said: int) -> str:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State(GATHERED[rank])
     sidcomp.register(trainer.wrapper, state)
-    original = process_group.Exchange.tell_all
+    original = communicator.Exchange.tell_all
 
     def lie(self: Any, data: bytes, what: str) -> Any:
         if len(data) == 8 and rank == 1:
@@ -306,7 +306,7 @@ def liar(rank: int, world: int, said: int) -> str:
             data = b"\xff" * len(data)  # and it is no text
         return original(self, data, what)
 
-    process_group.Exchange.tell_all = lie  # type: ignore[method-assign]
+    communicator.Exchange.tell_all = lie  # type: ignore[method-assign]
     kind, text, culprit, _ = caught_at(state, trainer.step)
     assert culprit == 1
     trainer.close()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from common import CODECS, KINDS
 from harness import run
-from sidcomp.runtime import point_to_point, process_group
+from sidcomp.runtime import communicator, point_to_point
 from sidcomp.runtime.cpu_executor import CpuExecutor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -50,8 +50,8 @@ def works_after_backward(rank: int, world: int, cases: list[dict[str, Any]]) -> 
         landed(executor)
         time.sleep(LATE_S)  # the thread of Gloo has still to end the work
 
-    process_group.Exchange.all_reduce = noting(process_group.Exchange.all_reduce)  # type: ignore[method-assign]
-    process_group.Exchange.all_gather = noting(process_group.Exchange.all_gather)  # type: ignore[method-assign]
+    communicator.Exchange.all_reduce = noting(communicator.Exchange.all_reduce)  # type: ignore[method-assign]
+    communicator.Exchange.all_gather = noting(communicator.Exchange.all_gather)  # type: ignore[method-assign]
     point_to_point.post = noting(point_to_point.post)
     CpuExecutor._leave = late  # type: ignore[method-assign]
     failed = []

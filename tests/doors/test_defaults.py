@@ -14,9 +14,9 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from sidcomp import rank_states
 from sidcomp.autotune import codec_benchmark, probe
 from sidcomp.config.exchange_choice import ExchangeChoice
-from sidcomp import rank_states
 from sidcomp.runtime.communicator import Exchange
 from sidcomp.standalone.model_shapes import of_module
 from torch import nn
