@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sidcomp import errors
 from sidcomp._core import version as __version__
+from sidcomp.config.options import Options
 from sidcomp.config.presets import names as presets
 from sidcomp.config.registry import Codec, Parameter, codecs, exchanges, memories
 from sidcomp.config.schedule import Schedule
@@ -37,13 +38,16 @@ if TYPE_CHECKING:
     from sidcomp.local.local_error import LocalError
     from sidcomp.local.local_steps import LocalSteps
     from sidcomp.local.outer import Outer
+    from sidcomp.run import Run, compress
     from sidcomp.state import State, preset
 
 _LAZY = {
     "LocalError": "sidcomp.local.local_error",
     "LocalSteps": "sidcomp.local.local_steps",
     "Outer": "sidcomp.local.outer",
+    "Run": "sidcomp.run",
     "State": "sidcomp.state",
+    "compress": "sidcomp.run",
     "configure": "sidcomp.doors.backend.process_group",
     "fsdp": "sidcomp.fsdp",
     "hook": "sidcomp.doors.ddp",
@@ -61,9 +65,11 @@ __all__ = [
     "LocalError",
     "LocalSteps",
     "Loopback",
+    "Options",
     "Outer",
     "Parameter",
     "Profile",
+    "Run",
     "Schedule",
     "Simulation",
     "State",
@@ -71,6 +77,7 @@ __all__ = [
     "__version__",
     "check_optimizer",
     "codecs",
+    "compress",
     "configure",
     "errors",
     "evaluate",

@@ -80,7 +80,8 @@ def write_together(folder: Path, state: State, run: str, beside: dict[str, Any])
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, problem, group)
     if any(told):
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink()
         raise CheckpointError(next(filter(None, told)))
     os.replace(new, final)
     dist.barrier(group)

@@ -127,8 +127,6 @@ def check(updates: Updates, saved: object) -> list[int]:
             f"{_CALL}: the checkpoint was saved with error={saved['error']!r}: resume with the same `error`"
         )
     updates.shards.check_saved(saved, _CALL)
-    if updates.error == "parameters" and saved["steps"] >= saved["every"] and not updates.state.engine.step:
-        raise CheckpointError(f"{_CALL}: call the State's load_state_dict first")
     together = _in_flight(updates, saved)
     flying = updates.of(together)
     check_values(saved["point"], _named(updates.vectors, "point"), "common point")

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import SetupError
+from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
 from sidcomp.local import arguments, saved_updates
+from sidcomp.local.alarms import Discards, Loaded, OwnGradients, apart
+from sidcomp.local.choice import Choosing
 from sidcomp.local.correction import Correction
 from sidcomp.local.elastic import Meetings
 from sidcomp.local.gradient_noise import Noise, SketchNoise
@@ -87,6 +90,7 @@ class Updates:
                     last one, and keeps only what it has not sent of what it did before
     process_group   [None] the ranks to exchange with; None: the State's, else the default group. With FSDP2
                     inside a node: the ranks of all nodes that hold the same shard as this one
+    scaler          [None] a GradScaler that is not of torch's class
 
     It takes 12 bytes for each float32 parameter (update, point, base), 8 with error="memory" and no delay;
     sketches for the noise correction take 4, an outer momentum 4. The State's memory comes on top.
@@ -112,6 +116,7 @@ class Updates:
         deadline: float | None = None,
         stale: int = 10,
         process_group: dist.ProcessGroup | None = None,
+        scaler: Any = None,
     ) -> None:
         arguments.check(module, state, every, delay, error, host, noise_correction, stale)
         if error == "parameters":
@@ -148,6 +153,7 @@ class Updates:
         self.flying: list[int] = []  # of `_together`: their means have not been applied yet
         self._discard = False  # what is in flight does not count
         self._met = False  # the first step has been looked at
+        self.observer: Choosing | None = None
         self.outer = make_outer(outer, self.vectors)
         if deadline is not None:
             arguments.check_travels(self.outer, deadline)
@@ -162,7 +168,8 @@ class Updates:
             self._start(named, group_of(state, process_group), same)
         else:
             self._meet_others(named, deadline, stale)
-        self._stepping = Stepping(self, links)
+        self._stepping = Stepping(self, links, scaler)
+        self._loaded = Loaded(self.module, self._parameters)
         if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
             ddp.require_backward_grad_sync = False
 
@@ -181,11 +188,16 @@ class Updates:
         for v in self.vectors:
             v.start()
         self._correction.start(self.every, group)
+        optimized = [p for one in self._optimizers for of in one.param_groups for p in of["params"]]
+        self._own = OwnGradients(optimized, group)
+        self._discards = Discards(self._optimizers, group)
         beside = self.noise.nbytes if self.noise is not None else 0
         device = self.vectors[0].update.device
-        self._model = serve(
-            self.state, self.module, named, group, device, "updates", self.shards.part, beside
-        )
+        self._serve = partial(
+            serve, module=self.module, named=named, group=group, device=device, what="updates",
+            part=self.shards.part, beside=beside,
+        )  # fmt: skip
+        self._model = self._serve(self.state)
         if self.parts > 1:
             self._form(trial=True)  # so that groups over several parts are refused here
 
@@ -219,6 +231,8 @@ class Updates:
         """Called before the optimizers step. Raises SetupError before a parameter has moved."""
         if self.state.engine.closed:
             return
+        if self._loaded.others():
+            self.restart()
         if not self._met and not self.steps:  # else its own checkpoint was loaded
             self.state._meet(self._optimizers[0], f"the state_dict() of {_CALL} and ")
         self._met = True
@@ -235,6 +249,13 @@ class Updates:
         if isinstance(self.noise, SketchNoise):
             self.noise.lengthen()
             self.noise.note()
+        if self.observer is not None:
+            self.observer.computed()
+        self._exchange_if_due()
+        if self.observer is not None:
+            self.observer.ended(self.steps % self.every == 0)
+
+    def _exchange_if_due(self) -> None:
         if self.meetings is not None:
             land, due = self.meetings.count()
             if land:
@@ -249,6 +270,22 @@ class Updates:
                 self._launch(together)
         if not self.delay:
             self._land()
+
+    @property
+    def elements(self) -> int:
+        """The number of parameters, of this rank's shard if there are shards."""
+        return sum(v.update.numel() for v in self.vectors)
+
+    @torch.no_grad()
+    def use(self, state: State) -> None:
+        """Goes on with another State, between two steps, alike on all ranks. The one before must keep
+        nothing. error="parameters" takes a memory that keeps what was not sent."""
+        if self.error == "parameters":
+            arguments.check_error_in_parameters(state, self.delay, {})
+        self._land()
+        former, self.state = self.state, state
+        former.close()
+        self._model = self._serve(state)
 
     def _since(self) -> int:
         """Steps since the exchange in flight has begun, modulo `every`."""
@@ -312,6 +349,7 @@ class Updates:
         for n in which:
             self.vectors[n].measure()
             self.vectors[n].mark() if self.delay else None
+        self._own.look(updates)
         beside = self._correction.apply(which, samples=0 in together)
         if self.shards.part and not self.shards.peers.all_agree(finite(updates)):
             for update in updates:  # so that the ranks of all shards discard it
@@ -372,10 +410,17 @@ class Updates:
         fine = self.counts(together)
         if self.error == "memory":
             fine = self.shards.peers.all_agree(fine)
+        mine = not fine and not finite(self._parameters())
         if fine:
             self.outer.move(self._indices(together))
         # Else all ranks lose what they did: also a part that was not exchanged may not be finite.
         self._continue(self.of(together) if fine else self.vectors, keep and fine)
+        if self.meetings is not None:
+            return
+        if fine:
+            self._discards.passed()
+        else:
+            self._discards.found(mine, self.vectors[0].parameters[0].device, self.state.engine.speaker)
 
     def _continue(self, which: Sequence[Vectors], keep: bool) -> None:
         """Puts the parameters where they continue from, and keeps what they moved since the launch."""
@@ -405,6 +450,9 @@ class Updates:
         for name, base in self._named("base").items() if waiting else ():
             if name in waiting:
                 base.sub_(waiting[name].view(base.shape).to(base.device))
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for v in self.vectors for p in v.parameters]
 
     def _named(self, kind: str) -> dict[str, torch.Tensor]:
         """The vectors "point", "base" or "update", by parameter."""
@@ -496,6 +544,43 @@ class Updates:
                 if name in waiting:
                     update.add_(waiting[name].view(update.shape).to(update.device), alpha=times)
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Takes the parameters as they are now as the point, and forgets what has not been sent. The program
+        calls it on every rank after it has set parameters itself, alike on all ranks; after
+        `module.load_state_dict` this happens by itself. In the next exchange the ranks compare their
+        points, and raise a RankError if they differ, or if some rank has not restarted."""
+        if self.meetings is not None:
+            raise UnsupportedError(
+                "restart() and load_state_dict() of the module: with a deadline a rank that comes back takes "
+                "the point of the others; start all ranks anew"
+            )
+        if self.state.engine.closed:
+            return
+        for future in self._futures:
+            future.wait()
+        self._futures, self.flying = [], []
+        self._find()
+        self.state.engine.restart()
+        for v in self.vectors:
+            v.start()
+
+    @property
+    def discarded(self) -> int:
+        """Exchanges that did not count, because what some rank's optimizer did was not finite."""
+        return self._discards.number if self.meetings is None else 0
+
+    @torch.no_grad()
+    def apart(self) -> float:
+        """How far this rank's parameters are from the point, relative to it: |p - point| / |point|."""
+        self._find()
+        return apart(self._parameters(), [x for v in self.vectors for x in v.named(v.point).values()])
+
+    def close(self) -> None:
+        """Exchanges nothing from now on. The parameters stay as they are."""
+        self._stepping.close()
+        self._loaded.close()
+
     # ---- checkpoints
     # ------------------------------------------------------------------------------------------------
 
@@ -513,6 +598,10 @@ class Updates:
         self.state.engine.quiet()
         return saved_updates.save(self)
 
+    def check(self, saved: Any) -> None:
+        """Raises CheckpointError if it cannot be a result of `state_dict` for this run. Changes nothing."""
+        saved_updates.check(self, saved)
+
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Loads a result of `state_dict`, after those of the optimizers and the State, and puts the
@@ -523,6 +612,10 @@ class Updates:
         checkpoint had not sent was sent, or is out of date. Then only the number of steps is taken from it,
         and the State's memory is emptied. Raises CheckpointError, and then nothing has changed."""
         together = saved_updates.check(self, saved)
+        exchanged = saved["steps"] >= saved["every"]
+        if self.error == "parameters" and exchanged and not self.state.engine.step:
+            raise CheckpointError(f"{_CALL}: call the State's load_state_dict first")
+        self._loaded.forget()
         self._land()
         self._find()
         if self.meetings is not None and self.meetings.is_old(saved["rounds"]):

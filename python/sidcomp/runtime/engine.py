@@ -883,14 +883,13 @@ class Engine:
         self.scale = resume.source["scale"]
         self.lost = False
 
-    def forget(self) -> None:
-        """Empties the memory of all groups: nothing that was not sent will be."""
+    def restart(self) -> None:
+        """Forgets all memory: nothing that was not sent will be. The groups are made anew, where the ranks
+        compare, as after a checkpoint."""
         self.quiet()
-        for g in self.groups:
-            if g.plan.vectors and not g.direct:
-                assert self.executor is not None
-                self.executor.clear(g)
-        self.unassigned = {}
+        if self.layout is not None:
+            self._replaced = {name: getattr(self, name) for name in _REPLACED} | {"step": self.step}
+        self.layout, self.unassigned = None, {}
         self.drop_loaded()
 
     def drop_loaded(self) -> None:

@@ -66,8 +66,8 @@ class _Blind:
 
 
 class Watch:
-    """The optimizers, and the GradScaler that guards them, if one does. A step counts as skipped if the scaler
-    has skipped all of them.
+    """The optimizers, and the GradScaler that guards them, if one does. A step counts as skipped if the
+    scaler has skipped all of them.
 
     Whether an optimizer has stepped is known from its hook or, if it has no hooks, from its parameters'
     versions. Whether the scaler has been asked for the step is known from the stage that it keeps for each

@@ -1,0 +1,166 @@
+"""What must not pass unnoticed while ranks train on their own: gradients that something else averages, and
+exchanges that do not count."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import notices
+from sidcomp.errors import ExchangeError, SetupError
+from sidcomp.local.shards import own_part
+from sidcomp.runtime.communicator import exchanging, name_ranks
+
+_LOOKS = 3  # exchanges in which the ranks compare what they did on their own
+_ROW = 4  # exchanges in a row that may be discarded
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> int:
+    """A sum of the bits; 0 if there is none but zeros."""
+    total = 0
+    for i, x in enumerate(tensors):
+        bits = x.detach().contiguous().view(_INTEGERS[x.element_size()])
+        total += (2 * i + 1) * int(bits.sum(dtype=torch.int64))
+    return total % 2**63
+
+
+class OwnGradients:
+    """Notices in the first exchanges that the ranks do not train on gradients of their own.
+
+    parameters  with the gradients, of the optimizers
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        self._parameters, self._group = list(parameters), group
+        self._left = _LOOKS if dist.get_world_size(group) > 1 else 0
+        self._equal = 0  # of the exchanges that were looked at
+
+    def look(self, updates: Sequence[torch.Tensor]) -> None:
+        """Call it on all ranks, before an exchange of these updates. Raises SetupError on all of them."""
+        if not self._left:
+            return
+        gradients = [own_part(p.grad) for p in self._parameters if p.grad is not None]
+        mine = [_digest(gradients), _digest(updates)]
+        device = updates[0].device if "nccl" not in dist.get_backend(self._group) else gradients[0].device
+        message = torch.tensor(mine, dtype=torch.int64, device=device)
+        told = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
+        with exchanging("comparing what the ranks' gradients are"):
+            dist.all_gather(told, message, group=self._group)
+        of_gradients, of_updates = zip(*(one.tolist() for one in told), strict=True)
+        if not all(of_updates):
+            return  # a rate of 0, or a skipped step
+        first, self._left = self._left == _LOOKS, self._left - 1
+        same = len(set(of_gradients)) == 1 and all(of_gradients)
+        self._equal += same
+        if first and not same and len(set(of_updates)) == 1:
+            raise SetupError(
+                "the ranks' gradients differ, and all optimizers did the same to the bit: the optimizer "
+                "communicates itself. Give it a variant for a single device: sidcomp exchanges what each "
+                "rank's own optimizer did"
+            )
+        if self._equal == _LOOKS:
+            raise SetupError(
+                f"all ranks had the same gradients, to the bit, in {_LOOKS} exchanges: something else "
+                "averages them (DDP around the module, or an all-reduce of the program), or all ranks read "
+                "the same batches. Pass sidcomp.compress the DDP model, leave the all-reduce out, or give "
+                "each rank data of its own"
+            )
+
+
+class Loaded:
+    """Notices that `load_state_dict` of a module, or of one around it, has left other parameters, such as
+    those of the best step; not if a program swaps averaged ones in and its own back.
+
+    parameters  returns the tensors that are looked at
+    """
+
+    def __init__(self, module: torch.nn.Module, parameters: Callable[[], list[torch.Tensor]]) -> None:
+        self._parameters = parameters
+        self._before: int | None = None
+        public = getattr(module, "register_load_state_dict_pre_hook", None)  # since PyTorch 2.5
+        self._hook = (public or module._register_load_state_dict_pre_hook)(self._note)
+
+    def _note(self, *_: Any) -> None:
+        if self._before is None:
+            self._before = _digest(self._parameters())
+
+    def others(self) -> bool:
+        """Whether the parameters are other ones than before the last load, if there was one since `others` or
+        `forget` was called."""
+        before, self._before = self._before, None
+        return before is not None and _digest(self._parameters()) != before
+
+    def forget(self) -> None:
+        self._before = None
+
+    def close(self) -> None:
+        self._hook.remove()
+
+
+class Discards:
+    """Exchanges that did not count, because what some rank's optimizer did was not finite.
+
+    That rank continues from the point as the others do. But a NaN in its optimizer's state, such as Adam's
+    moments, would make everything that it does from then on NaN. So elements of the state that are not finite
+    become 0.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup) -> None:
+        self._optimizers, self._group = optimizers, group
+        self.number = 0
+        self._row = 0
+
+    def passed(self) -> None:
+        """An exchange has counted."""
+        self._row = 0
+
+    def found(self, mine: bool, device: torch.device, speaker: int) -> None:
+        """An exchange was discarded, on all ranks, which call it. mine: because of this rank; device: of the
+        parameters; speaker: 0 on the rank that speaks for all. Raises ExchangeError on all ranks after some
+        in a row."""
+        self.number += 1
+        self._row += 1
+        if mine:
+            self._clear()
+        flag = torch.tensor([mine], dtype=torch.int64, device=device)
+        told = [torch.empty_like(flag) for _ in range(dist.get_world_size(self._group))]
+        with exchanging("comparing whose update was not finite"):
+            dist.all_gather(told, flag, group=self._group)
+        ranks = [dist.get_global_rank(self._group, r) for r, bad in enumerate(told) if bool(bad)]
+        who = name_ranks(ranks) if ranks else "a rank with another shard"
+        if self._row == _ROW:
+            raise ExchangeError(
+                f"{_ROW} exchanges in a row did not count: what the optimizer of {who} did was not finite, "
+                "although its state was cleared each time. Lower the learning rate, clip gradients, or look "
+                "at the data there"
+            )
+        if self.number & (self.number - 1) == 0:  # 1, 2, 4, 8, ...
+            notices.log(
+                f"an exchange did not count on any rank: what the optimizer of {who} did was not finite. All "
+                "ranks continue from the parameters of the exchange before, and what was not finite in that "
+                f"optimizer's state is 0 now ({self.number} so far)",
+                speaker,
+            )
+
+    @torch.no_grad()
+    def _clear(self) -> None:
+        for optimizer in self._optimizers:
+            for of_one in optimizer.state.values():
+                for x in of_one.values() if isinstance(of_one, dict) else ():
+                    _make_finite(x)
+
+
+def _make_finite(x: Any) -> None:
+    if isinstance(x, torch.Tensor) and x.is_floating_point():
+        own = own_part(x)
+        if own.dtype.itemsize > 1:  # torch has no such function for 8 bits
+            own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def apart(own: Sequence[torch.Tensor], point: Sequence[torch.Tensor]) -> float:
+    """How far this rank's parameters are from the point, relative to it."""
+    square = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(own, point, strict=True))
+    norm = sum(float(b.double().square().sum()) for b in point)
+    return float((square / norm if norm else square) ** 0.5)

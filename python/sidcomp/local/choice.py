@@ -1,0 +1,189 @@
+"""What "auto" sends of updates: the largest payload whose exchange hardly lengthens a step.
+
+All candidates have kept the loss of uncompressed training within what its seeds differ by, and of two of them
+the larger payload loses less. So the fewest bytes are no goal here: the most are, as long as they cost less
+than a twentieth of a step on this network.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from struct import pack, unpack
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from sidcomp import notices
+from sidcomp.autotune import codec_benchmark
+from sidcomp.autotune.codec_benchmark import Coding, Gradients
+from sidcomp.autotune.collective_benchmark import Exchanges, Samples, wire_of
+from sidcomp.autotune.exchange_benchmark import MessageExchanges
+from sidcomp.config.accuracy import FORTIETH, HUNDREDTH, INT4, CodecSpec
+from sidcomp.config.schedule import last
+from sidcomp.config.settings import Settings
+from sidcomp.runtime.communicator import Exchange
+from sidcomp.state import State
+
+# The most bytes first: 1/8, 1/15, 1/40, 1/100 and 1/200 of float32's (experiments of adamw-lm and adamw-gpt).
+CANDIDATES: tuple[CodecSpec, ...] = (
+    INT4,
+    ("int2", {}),
+    FORTIETH,
+    HUNDREDTH,
+    (HUNDREDTH[0], {**HUNDREDTH[1], "ratio": 200}),
+)
+SHARE = 0.05  # of a step, which an exchange may take
+_STEPS = 5  # that are timed; the first one does not count
+_REPEATS = 3
+_SAMPLE = 1 << 24  # elements that are measured; the time of more of them is proportional
+_MOST = 4  # times the share: candidates of more bytes than one that costs so much are not measured
+
+
+class Target(Protocol):
+    """Trains on updates."""
+
+    state: State
+    every: int
+    observer: "Choosing | None"
+
+    @property
+    def elements(self) -> int: ...
+
+    def use(self, state: State) -> None:
+        """Goes on with another State, between two exchanges."""
+
+
+class Choosing:
+    """Watches the first steps, in which updates travel uncompressed, and then lets the run go on with the
+    codec that it chooses. arguments: of every State, beside codec and parameters."""
+
+    def __init__(self, target: Target, arguments: Mapping[str, Any]) -> None:
+        self._target, self._arguments = target, dict(arguments)
+        self._ended: float | None = None  # when the last step had ended
+        self._steps: list[float] = []  # seconds without exchange
+        self.spec: CodecSpec | None = None  # what was chosen
+        self.why = "still measuring: updates are sent uncompressed"
+
+    def computed(self) -> None:
+        """A step has been computed. Its exchange may come now."""
+        if self._ended is not None:
+            self._steps.append(perf_counter() - self._ended)
+
+    def ended(self, exchanged: bool) -> None:
+        """A step has ended, with an exchange or without."""
+        self._ended = perf_counter()
+        if exchanged and len(self._steps) >= _STEPS:
+            self._choose()
+
+    def _choose(self) -> None:
+        target = self._target
+        exchange, every = target.state.engine.exchange, target.every
+        assert exchange is not None
+        mine = median(self._steps[1:])
+        told = exchange.tell_all(pack("d", mine), "choosing what updates send")
+        step_s = max(unpack("d", one)[0] for one in told)
+        costs = measure(exchange, target.elements, step_s, every, self._arguments)
+        best = choose(costs, step_s, every)
+        self.take(best.spec)
+        self.why = explained(best, costs, step_s, every)
+        notices.say(f"updates: {self.why}", target.state.engine.speaker)
+
+    def take(self, spec: CodecSpec) -> None:
+        """Goes on with this codec, as measured now or by the run that a checkpoint is from."""
+        self.spec = spec
+        self._target.observer = None
+        self._target.use(State(spec[0], **self._arguments, **spec[1]))
+
+
+class Cost(NamedTuple):
+    """A candidate. seconds: of an exchange on the slowest rank; None: it was not measured, because one with
+    fewer bytes was far too slow. sent: bytes of a payload."""
+
+    spec: CodecSpec
+    seconds: float | None
+    sent: int
+
+    @property
+    def label(self) -> str:
+        codec, parameters = self.spec
+        return " ".join([codec, *(f"{name}={value}" for name, value in parameters.items())])
+
+
+def measure(
+    exchange: Exchange,
+    n: int,
+    step_s: float,
+    every: int,
+    arguments: Mapping[str, Any],
+    candidates: Sequence[CodecSpec] = CANDIDATES,
+) -> list[Cost]:
+    """Times the exchange of n elements with each candidate, the fewest bytes first. All ranks call it at the
+    same point, and get the same costs.
+
+    step_s: seconds of a step without exchange; every: steps between two exchanges; arguments: the State's
+    others.
+    """
+    device, size = exchange.device, min(n, _SAMPLE)
+    gradients = Gradients(size, 1, torch.float32, device, 0)
+    costs: list[Cost] = []
+    for codec, parameters in reversed(candidates):
+        settings = Settings.parse(codec, dict(parameters), **arguments)
+        if costs and (costs[-1].seconds is None or costs[-1].seconds > _MOST * SHARE * step_s * every):
+            costs.append(Cost((codec, parameters), None, 0))
+            continue
+        seconds, sent = _time(settings, exchange, size, gradients)
+        told = exchange.tell_all(pack("d", seconds * n / size), "choosing what updates send")
+        slowest = max(unpack("d", one)[0] for one in told)
+        costs.append(Cost((codec, parameters), slowest, round(sent * n / size)))
+    return costs[::-1]
+
+
+def choose(costs: Sequence[Cost], step_s: float, every: int) -> Cost:
+    """The candidate of the most bytes that costs at most a twentieth of a step; else the fastest."""
+    measured = [cost for cost in costs if cost.seconds is not None]
+    fits = [cost for cost in measured if cost.seconds <= SHARE * step_s * every]  # type: ignore[operator]
+    return fits[0] if fits else min(measured, key=lambda cost: cost.seconds or 0.0)
+
+
+def explained(best: Cost, costs: Sequence[Cost], step_s: float, every: int) -> str:
+    """Says what was chosen and why, and what the others would cost."""
+
+    def share(cost: Cost) -> str:
+        assert cost.seconds is not None
+        return f"{1e3 * cost.seconds:.3g} ms, {100 * cost.seconds / (step_s * every):.2g} % of {_span(every)}"
+
+    text = f"{best.label} is chosen; an exchange takes {share(best)} ({1e3 * step_s:.3g} ms a step)"
+    others = [f"{c.label} {share(c)}" for c in costs if c.seconds is not None and c is not best]
+    if others:
+        text += f". Instead: {'; '.join(others)}"
+    if best.seconds is not None and best.seconds > SHARE * step_s * every:
+        longer = math.ceil(best.seconds / (SHARE * step_s))
+        text += f". every={longer} would make it 5 % of the time, for more loss"
+    return text
+
+
+def _span(every: int) -> str:
+    return "a step" if every == 1 else f"{every} steps"
+
+
+def _time(settings: Settings, exchange: Exchange, n: int, gradients: Gradients) -> tuple[float, int]:
+    """Seconds of an exchange of n elements on this rank, and the bytes of the payload."""
+    own = settings.candidates[0]
+    values = last(own.parameters)
+    candidate = codec_benchmark.Candidate(own.codec.name, own.memory.name, values, own.choice)
+    plan = candidate.plan(4 * n, torch.float32, settings.isa)
+    choice = own.choice or settings.instead(own, plan, values, exchange.world)
+    if choice is not None:
+        over = codec_benchmark.Candidate(own.codec.name, own.memory.name, values, choice)
+        series = MessageExchanges(over, [4 * n], exchange, gradients, settings.isa, 0.0)
+        return _seconds(series.measure(4 * n, _REPEATS)), plan.payload_bytes
+    coding = Coding(candidate, [4 * n], exchange, gradients, settings.isa).measure(4 * n, _REPEATS)
+    wire, sent = wire_of(plan)
+    travel = Exchanges(wire, [sent], exchange, 0.0).measure(sent, _REPEATS)
+    return _seconds([*coding, *travel]), sent
+
+
+def _seconds(samples: Samples) -> float:
+    """The sum of the medians."""
+    return sum(1e-9 * median(one) for one in samples)

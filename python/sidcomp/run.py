@@ -1,0 +1,465 @@
+"""`compress`, the one call of a program, and `Run`, which it returns.
+
+run = sidcomp.compress(model, optimizer)  # the training loop does not change
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sidcomp import fsdp, notices, rank_states
+from sidcomp.config.accuracy import EXACT, HUNDREDTH, OUTER, CodecSpec
+from sidcomp.config.options import OF_UPDATES, Options
+from sidcomp.config.schedule import Schedule, Setting
+from sidcomp.doors.ddp import register
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError
+from sidcomp.local.choice import CANDIDATES, Choosing
+from sidcomp.local.shards import is_sharded
+from sidcomp.local.steps import Updates
+from sidcomp.runtime.optimizers import Optimizers, chains, enabled
+from sidcomp.runtime.plain_data import anything, listing, record
+from sidcomp.state import State
+
+OuterOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
+
+
+def compress(
+    model: torch.nn.Module,
+    optimizer: Optimizers,
+    codec: str | State = "auto",
+    *,
+    updates: bool | None = None,
+    every: int | None = None,
+    delay: int = 0,
+    outer: OuterOptimizer | None = None,
+    parts: int = 1,
+    deadline: float | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    scaler: Any = None,
+    options: Options | None = None,
+    **parameters: Setting | Schedule,
+) -> "Run":
+    """Compresses what the ranks of a training run send each other. The training loop stays as it is.
+
+        run = sidcomp.compress(model, optimizer)
+
+    What is sent depends on the model:
+
+    - DistributedDataParallel: gradients, in DDP's communication hook.
+    - A model that `fully_shard` has sharded inside nodes and replicated between them (HSDP), or to which
+      `replicate` was applied: gradients, between the replicas.
+    - A plain module, or one that `fully_shard` has sharded inside a node, with `process_group`: updates. Each
+      rank's optimizer steps with the rank's own gradient, and the ranks exchange what the optimizers did.
+      With Adam and its relatives this needs a tenth of the bytes that gradients need for the same loss.
+      Evaluate and save inside `run.common()`.
+    - A DDP model with `updates=True`, `every`, `outer` or `deadline`: updates. DDP then averages nothing.
+
+    model           the model that is trained; any wrapper of torch.compile is looked through
+    optimizer       the one that steps on its parameters, or a list of several, such as [muon, adamw]
+    codec           ["auto"] measures in the first steps and chooses; or a name in `sidcomp.codecs()`, whose
+                    parameters are further arguments; or a State, such as `sidcomp.preset("redsync")`
+    updates         [None] True or False: updates or gradients, whatever the model is
+    every           [None] updates: steps between two exchanges, at least 1
+    delay           [0] updates: steps, at most `every`, during which an exchange runs in the background
+    outer           [None] updates: makes the optimizer that moves the common parameters by the ranks' mean
+                    update, as in DiLoCo: functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9,
+                    nesterov=True)
+    parts           [1] updates: into how many parts the parameters are cut, which are exchanged one after the
+                    other
+    deadline        [None] updates: seconds that an exchange waits for ranks that are late; ranks may then end
+                    and come back
+    process_group   [None] the ranks to average over. None: those of the model, else all
+    scaler          [None] the GradScaler, if the program has one. For updates torch's own is found
+    options         [None] what is rarely set: `sidcomp.Options`
+    parameters      of the codec, the memory or the exchange, such as density=0.01, or ratio=100 for a
+                    hundredth of the bytes
+
+    Every rank calls it at the same point, after the model is on its device and before the first step; the
+    ranks compare their arguments. Raises ArgumentError, SetupError or UnsupportedError, which say what to
+    change.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(f"model={model!r}: give the torch.nn.Module that the optimizer trains")
+    if options is not None and not isinstance(options, Options):
+        raise ArgumentError(f"options={options!r}: give sidcomp.Options(...)")
+    if not (updates is None or isinstance(updates, bool)):
+        raise ArgumentError(f"updates={updates!r}: give True or False, or leave it out")
+    own = (options or Options()).given()
+    more = {name: own.pop(name) for name in OF_UPDATES if name in own}
+    asked = {
+        "every": (every, None), "delay": (delay, 0), "outer": (outer, None), "parts": (parts, 1),
+        "deadline": (deadline, None),
+    }  # fmt: skip
+    how = {name: value for name, (value, default) in asked.items() if value != default}
+    ddp = _ddp_of(model)
+    sharded = any(map(is_sharded, model.parameters()))
+    if updates is None:
+        updates = bool(how) or not (ddp is not None or (sharded and process_group is None))
+    if updates:
+        return UpdateRun(
+            model, ddp, optimizer, codec, process_group, scaler, {**how, **more}, own, parameters
+        )
+    if how or more:
+        raise ArgumentError(
+            f"{', '.join([*how, *more])}: these are for updates, and this run sends gradients: give "
+            "updates=True, or leave them out"
+        )
+    if ddp is None and not sharded:
+        raise SetupError("updates=False averages gradients, and the model is a plain module: wrap it in DDP")
+    state = _state(codec, own, parameters, None if sharded else process_group)
+    return GradientRun(model, ddp, optimizer, state, scaler, process_group)
+
+
+def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:
+    inner = getattr(model, "_orig_mod", model)  # inside of torch.compile's wrapper
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _state(
+    codec: str | State,
+    arguments: dict[str, Any],
+    parameters: dict[str, Any],
+    process_group: dist.ProcessGroup | None,
+) -> State:
+    if isinstance(codec, State):
+        if more := [*arguments, *parameters]:
+            raise ArgumentError(
+                f"{', '.join(more)} beside a State: it has its arguments already; give them to it"
+            )
+        return codec
+    named: str | None = codec
+    if codec == "auto" and ("ratio" in parameters or "density" in parameters):
+        named = None  # how much is sent has been chosen
+    return State(named, process_group=process_group, **arguments, **parameters)
+
+
+class Run(ABC):
+    """Compression in one training run, as `sidcomp.compress` returns it. `print(run)` says what is in force,
+    what it sends, how long it takes, and why.
+
+    Use it as a context manager, or `close()` it, before the process group is destroyed.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.module = module
+        self._optimizers = list(optimizers)  # those inside of wrappers
+        self._name: str | None = None  # of the run, in the files that it saves
+
+    @property
+    @abstractmethod
+    def state(self) -> State:
+        """The State in force: the lower layer, with the plan and the profile."""
+
+    def __str__(self) -> str:
+        return self.state.explain()
+
+    def stats(self) -> dict[str, Any]:
+        """Statistics of this rank: see `State.stats`."""
+        return self.state.stats()
+
+    def log(self, norms: bool = True) -> dict[str, float]:
+        """A flat dictionary of numbers for a training log: see `State.log`."""
+        return self.state.log(norms)
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the last step's exchange to an image file: see `State.plot`."""
+        self.state.plot(path)
+
+    @abstractmethod
+    def common(self) -> AbstractContextManager[torch.nn.Module]:
+        """The module with the parameters that are the same on all ranks, to evaluate or to save:
+
+            with run.common() as module:
+                evaluate(module)
+
+        Where gradients are sent, that is the module itself. Where updates are sent, each rank's own
+        parameters come back afterwards, and training goes on as if you had not called it."""
+
+    @abstractmethod
+    def average(self) -> None:
+        """Makes the parameters of all ranks equal: exchanges what has not been sent, uncompressed. Where
+        gradients are sent, they are equal already. Every rank calls it at the same point."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Forgets what has not been sent. Where updates are sent, rank 0's parameters as they are now become
+        those of all ranks. Call it on every rank after the program has set parameters itself: after
+        load_state_dict, re-initialization or pruning."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to continue with the same bits, beside the dictionaries of the model and the
+        optimizer. Every rank saves its own; `save` does so for all."""
+
+    @abstractmethod
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Loads a result of `state_dict`, after the model's and the optimizer's. Every rank calls it at the
+        same point. Raises CheckpointError, and then nothing has changed."""
+
+    # ---- files
+    # -------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a file for each rank into the folder, beside the checkpoint that the program saves on rank
+        0. Where updates are sent, the file has the rank's optimizer and parameters, too, because they differ
+        between ranks. If a rank cannot write, all ranks raise a CheckpointError, and the folder has the
+        former files. Every rank calls it at the same point, between two steps."""
+        if self._name is None:
+            self._name = rank_states.agree_on_run(self.state)
+        rank_states.write_together(Path(folder), self.state, self._name, self._beside())
+
+    def load(self, folder: str | Path) -> bool:
+        """Loads what `save` has written, after the program has loaded the model and the optimizer. Every rank
+        calls it at the same point. Returns False, with a warning, if there are no files. With another number
+        of ranks the folder must have the files of all former ranks.
+
+        Raises CheckpointError on every rank if files are missing or damaged, or belong to different steps."""
+        found = rank_states.find(folder, self.state)
+        if found:
+            self._load(found)
+        return bool(found)
+
+    def _beside(self) -> dict[str, Any]:
+        """What a file has beside the State's dictionary."""
+        return {}
+
+    def _load(self, found: list[dict[str, Any]]) -> None:
+        states = [f["state"] for f in found]
+        self.state.load_state_dict(states if len(states) > 1 else states[0])
+
+    # ---- the end
+    # ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends compression: waits for pending exchanges. May be called again."""
+        self.state.close()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class GradientRun(Run):
+    """The ranks exchange gradients, in DDP or between the replicas of HSDP."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        ddp: DistributedDataParallel | None,
+        optimizer: Optimizers,
+        state: State,
+        scaler: Any,
+        replicas: dist.ProcessGroup | None,
+    ) -> None:
+        links = chains(optimizer)
+        super().__init__(model, [each[-1] for each in links])
+        self._state = state
+        if ddp is not None:
+            register(ddp, state)
+        else:
+            fsdp.compress(model, state, replicas=replicas)
+        state.follow([each[0] for each in links], enabled(scaler))
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @contextmanager
+    def common(self) -> Iterator[torch.nn.Module]:
+        yield self.module
+
+    def average(self) -> None:
+        self.state._open()
+
+    def restart(self) -> None:
+        self.state._engine.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state.state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.state.load_state_dict(saved)
+
+
+class UpdateRun(Run):
+    """The ranks exchange what their optimizers did.
+
+    how: arguments of `Updates`. arguments, parameters: of the State, if codec is none.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        ddp: DistributedDataParallel | None,
+        optimizer: Optimizers,
+        codec: str | State,
+        process_group: dist.ProcessGroup | None,
+        scaler: Any,
+        how: dict[str, Any],
+        arguments: dict[str, Any],
+        parameters: dict[str, Any],
+    ) -> None:
+        if ddp is not None and ddp._comm_hooks:
+            raise SetupError(
+                "this DDP model has a communication hook already, and takes only one: wrap the module in a "
+                "new DDP, or pass the module itself"
+            )
+        module = ddp.module if ddp is not None else model
+        group = ddp.process_group if ddp is not None and process_group is None else process_group
+        outer, deadline = how.get("outer"), how.get("deadline")
+        how.setdefault("every", 1 if outer is None and deadline is None else 30)
+        chooses = codec == "auto" and not parameters and outer is None and deadline is None
+        if chooses and arguments.get("accuracy") == "exact":
+            chooses, codec = False, EXACT[0]
+        if chooses:
+            state = State("none", **_common(arguments))
+        else:
+            spec = _spec(codec, parameters, outer) if isinstance(codec, str) else (codec, parameters)
+            state = _state(spec[0], arguments, dict(spec[1]), None)
+        how.setdefault("error", _where(module, state, how))
+        self.updates = Updates(module, optimizer, state, process_group=group, scaler=scaler, **how)
+        links = chains(optimizer)
+        super().__init__(module, [each[-1] for each in links])
+        self._choosing: Choosing | None = None
+        if chooses and self.updates.world > 1:
+            self._choosing = self.updates.observer = Choosing(self.updates, arguments)
+        self._averaged = -1  # the number of steps at the last `average`
+        self._closed = False
+        if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
+            ddp.register_comm_hook(None, _own_gradient)
+            ddp.broadcast_buffers = False  # each exchange sends rank 0's
+
+    @property
+    def state(self) -> State:  # "auto" takes another one when it has chosen
+        return self.updates.state
+
+    def __str__(self) -> str:
+        lines = [super().__str__()]
+        if self._choosing is not None:
+            lines.append(f"  why: {self._choosing.why}")
+        away = self.updates.apart()
+        lines.append(f"  this rank's parameters are {100 * away:.2g} % away from the common ones")
+        if self.updates.discarded:
+            lines.append(f"  {self.updates.discarded} exchanges did not count: an update was not finite")
+        return "\n".join(lines)
+
+    def stats(self) -> dict[str, Any]:
+        """As `State.stats`, and "discarded": exchanges that did not count, because what some rank's optimizer
+        did was not finite. With "auto" since it has chosen."""
+        return {**super().stats(), "discarded": self.updates.discarded}
+
+    def common(self) -> AbstractContextManager[torch.nn.Module]:
+        return self.updates.common()
+
+    def average(self) -> None:
+        self.updates.average()
+        self._averaged = self.updates.steps
+
+    def restart(self) -> None:
+        self.updates.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state.state_dict(), **self._own()}
+
+    def _own(self) -> dict[str, Any]:
+        spec = self._choosing.spec if self._choosing is not None else None
+        chosen = [spec[0], dict(spec[1])] if spec is not None else None
+        return {"updates": self.updates.state_dict(), "chosen": chosen}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        record({"state": anything, "updates": anything, "chosen": anything})(saved, "run.state_dict()")
+        self._take(saved)
+        self.state.load_state_dict(saved["state"])
+        self.updates.load_state_dict(saved["updates"])
+
+    def _take(self, saved: dict[str, Any]) -> None:
+        """Checks what a checkpoint has beside the State's dictionary, and takes over what "auto" has chosen.
+        Raises CheckpointError."""
+        chosen = saved["chosen"]
+        if chosen is not None:
+            pair = isinstance(chosen, list) and [type(x) for x in chosen] == [str, dict]
+            if not pair or tuple(chosen) not in CANDIDATES:
+                raise CheckpointError(f'"chosen" is {chosen!r}, which is nothing that "auto" chooses')
+        self.updates.check(saved["updates"])
+        if chosen is not None and self.updates.observer is not None:
+            self.updates.observer.take(tuple(chosen))
+
+    def _beside(self) -> dict[str, Any]:
+        optimizers = [optimizer.state_dict() for optimizer in self._optimizers]
+        return {**self._own(), "optimizers": optimizers}
+
+    def _load(self, found: list[dict[str, Any]]) -> None:
+        rank = dist.get_rank(rank_states.group_of(self.state))
+        beside = found[rank % len(found)].get("beside")
+        fields = {"updates": anything, "chosen": anything, "optimizers": listing(anything)}
+        record(fields)(beside, "a file of updates")
+        assert beside is not None
+        if len(beside["optimizers"]) != len(self._optimizers):
+            raise CheckpointError(
+                f"the files have {len(beside['optimizers'])} optimizers, and this run has "
+                f"{len(self._optimizers)}"
+            )
+        self._take(beside)
+        super()._load(found)
+        for optimizer, saved in zip(self._optimizers, beside["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.updates.load_state_dict(beside["updates"])
+
+    def close(self) -> None:
+        """Exchanges nothing from now on. Says how far this rank's parameters are from the common ones, unless
+        `average` was called after the last step."""
+        if not self._closed and self.updates.steps != self._averaged and self.updates.world > 1:
+            away = self.updates.apart()
+            if away:
+                notices.say(
+                    f"closed after {self.updates.steps} steps without run.average(): each rank keeps "
+                    f"parameters of its own, here {100 * away:.2g} % away from the common ones",
+                    self.state.engine.speaker,
+                )
+        self._closed = True
+        self.updates.close()
+        self.state.close()
+
+
+def _common(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a State without compression takes of the arguments."""
+    return {
+        name: arguments[name] for name in ("seed", "checksum_every", "groups", "isa") if name in arguments
+    }
+
+
+def _spec(codec: str, parameters: dict[str, Any], outer: OuterOptimizer | None) -> CodecSpec:
+    """The codec that is meant, with its parameters."""
+    if codec != "auto":
+        return codec, parameters
+    if parameters:  # how much is sent has been chosen
+        return HUNDREDTH[0], {**HUNDREDTH[1], **parameters}
+    return EXACT if outer is not None else OUTER  # DiLoCo, or what ranks send that may be late
+
+
+def _where(module: torch.nn.Module, state: State, how: dict[str, Any]) -> str:
+    """Where the error is kept: in the parameters, if that is possible."""
+    memories = [c.memory.traits for c in state.settings.candidates if not c.codec.lossless]
+    fits = all("feedback" in traits for traits in memories) and not state.settings.momentum
+    single = all(p.dtype is torch.float32 for p in module.parameters() if p.requires_grad)
+    others = how.keys() & {"outer", "parts", "deadline", "host"}
+    return "parameters" if fits and single and not others else "memory"
+
+
+# Not a string: DDP compares a hook's annotations with the types themselves.
+def _own_gradient(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """A communication hook that averages nothing."""
+    out: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    out.set_result(bucket.buffer())
+    return out

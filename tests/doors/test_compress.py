@@ -1,0 +1,380 @@
+"""sidcomp.compress: one call, by what the model is, around an unchanged loop."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from contextlib import redirect_stderr
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from harness import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 6
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def backward(model: nn.Module, rank: int, step: int, scale: float = 1.0) -> float:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, 12, generator=draw)
+    y = torch.stack([x[:, :4].sum(1), x[:, 4:8].prod(1), x[:, 8:].amax(1)], 1)
+    loss = (model(x) - y).square().mean()
+    (loss * scale).backward()
+    return loss.item()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    """The loop of a program that knows nothing of sidcomp."""
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def alike(x: torch.Tensor) -> bool:
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, x)
+    return all(torch.equal(one, x) for one in everyone)
+
+
+def sgd(module: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+# ---- gradients
+# ------------------------------------------------------------------------------------------------------------
+
+
+def as_plain_ddp(rank: int, world: int) -> bool:
+    ours, theirs = (DistributedDataParallel(network()) for _ in range(2))
+    optimizers = [sgd(ours), sgd(theirs)]
+    with sidcomp.compress(ours, optimizers[0], "none"):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            train(model, optimizer, rank, range(STEPS))
+    return torch.equal(flat(ours), flat(theirs))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_codec_none_has_the_bits_of_plain_ddp(world: int) -> None:
+    assert all(run(as_plain_ddp, world))
+
+
+def gradients(rank: int, world: int) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, make, arguments in (
+        ("named", sgd, {"codec": "topk", "density": 0.1}),
+        ("auto", adamw, {}),
+        ("ratio", adamw, {"ratio": 20}),
+        ("preset", sgd, {"codec": sidcomp.preset("redsync")}),
+        ("options", sgd, {"codec": "int8", "options": sidcomp.Options(exclude="1-D", groups="model")}),
+    ):
+        ddp = DistributedDataParallel(network())
+        optimizer = make(ddp)
+        said = io.StringIO()
+        with redirect_stderr(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "auto" has not decided yet, and momentum
+            with sidcomp.compress(ddp, optimizer, **arguments) as it:
+                train(ddp, optimizer, rank, range(STEPS))
+                out[name] = {
+                    "alike": alike(flat(ddp)), "page": str(it), "log": it.log(), "said": said.getvalue(),
+                    "settings": it.state.settings, "follows": it.state._engine.rates is not None,
+                    "ratio": it.stats()["ratio"],
+                }  # fmt: skip
+                with it.common() as module:
+                    assert module is ddp
+                it.average()
+        it.close()
+    return out
+
+
+def test_ddp_sends_gradients() -> None:
+    for rank, out in enumerate(run(gradients, 2)):
+        assert all(one["alike"] and one["follows"] for one in out.values())
+        assert out["named"]["ratio"] > 3 and "topk" in out["named"]["page"]
+        assert "sidcomp/ratio" in out["named"]["log"]
+        assert out["auto"]["settings"].auto and out["auto"]["settings"].adaptive
+        codec = out["ratio"]["settings"].candidates[0]
+        assert codec.codec.name == "topk" and out["ratio"]["ratio"] > 5
+        assert out["preset"]["settings"].candidates[0].codec.name == "redsync"
+        assert out["options"]["settings"].groups == "model" and "1-D" in out["options"]["page"]
+        assert ("of gradients" in out["named"]["said"]) is (rank == 0)
+
+
+def between_replicas(rank: int, world: int) -> tuple[str, bool]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    module = network()
+    for layer in module:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = sgd(module)
+    with sidcomp.compress(module, optimizer, "topk", density=0.2) as it:
+        train(module, optimizer, rank, range(STEPS))
+        local = torch.cat([p.detach().to_local().flatten() for p in module.parameters()])  # type: ignore[attr-defined]
+        return str(it), alike(local)
+
+
+def test_hsdp_sends_gradients_between_replicas() -> None:
+    for page, equal in run(between_replicas, 2):
+        assert "topk" in page and "gradients" in page and equal
+
+
+def several(rank: int, world: int) -> tuple[bool, int]:
+    """Two optimizers and a GradScaler, which one bad batch makes skip a step."""
+    ddp = DistributedDataParallel(network())
+    weights, biases = ([p for p in ddp.parameters() if (p.dim() > 1) is big] for big in (True, False))
+    both = [torch.optim.SGD(weights, lr=0.1), torch.optim.AdamW(biases, lr=0.01)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with sidcomp.compress(ddp, both, "topk", scaler=scaler, density=0.2) as it:
+        for step in range(STEPS):
+            for one in both:
+                one.zero_grad()
+            backward(ddp, rank, step, float(scaler.get_scale()) if step != 2 else float("inf"))
+            scaler.scale(torch.zeros(()))
+            for one in both:
+                scaler.step(one)
+            scaler.update()
+        return alike(flat(ddp)), it.state._engine.step
+
+
+def test_several_optimizers_and_a_scaler() -> None:
+    for equal, steps in run(several, 2):
+        assert equal and steps == STEPS - 1  # the discarded step does not count
+
+
+def resumed(rank: int, world: int, folder: str, first: bool) -> torch.Tensor:
+    """Trains, saves in the middle as a program does that saves on rank 0 only, and goes on; or resumes."""
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(network(seed=0 if first else 7))
+    optimizer = sgd(ddp)
+    path = Path(folder)
+    with sidcomp.compress(ddp, optimizer, "topk", density=0.1) as it:
+        if first:
+            train(ddp, optimizer, rank, range(3))
+            if rank == 0:
+                both = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(both, path / "model.pt")
+            it.save(path)
+        else:
+            saved = torch.load(path / "model.pt", weights_only=True)
+            ddp.module.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            assert it.load(path)
+        train(ddp, optimizer, rank, range(3, STEPS))
+        return flat(ddp)
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    once = run(resumed, 2, str(tmp_path), True)
+    again = run(resumed, 2, str(tmp_path), False)
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pt", "sidcomp-rank0.pt", "sidcomp-rank1.pt"]
+
+
+def one_cannot_write(rank: int, world: int, folder: str) -> list[str]:
+    ddp = DistributedDataParallel(network())
+    optimizer, said = sgd(ddp), []
+    with sidcomp.compress(ddp, optimizer, "topk", density=0.1) as it:
+        train(ddp, optimizer, rank, range(2))
+        it.save(folder)
+        before = (Path(folder) / f"sidcomp-rank{rank}.pt").read_bytes()
+        train(ddp, optimizer, rank, range(2, 4))
+        place = Path(folder)
+        if rank == 1:
+            place = Path(folder) / "sidcomp-rank1.pt" / "below"  # a file, not a folder
+        with pytest.raises(sidcomp.CheckpointError) as caught:
+            it.save(place)
+        said.append(str(caught.value))
+        assert (Path(folder) / f"sidcomp-rank{rank}.pt").read_bytes() == before
+        if rank == 0:
+            (Path(folder) / "sidcomp-rank1.pt").unlink()
+        dist.barrier()
+        with pytest.raises(sidcomp.CheckpointError) as caught:
+            it.load(folder)
+        said.append(str(caught.value))
+    return said
+
+
+def test_all_ranks_save_and_load_or_none(tmp_path: Path) -> None:
+    for said in run(one_cannot_write, 2, str(tmp_path)):
+        assert said[0].startswith("rank 1: cannot") and "sidcomp-rank1.pt" in said[1]
+
+
+def new_weights(rank: int, world: int) -> float:
+    """restart() leaves no residual of the gradients before."""
+    ddp = DistributedDataParallel(network())
+    optimizer = sgd(ddp)
+    with sidcomp.compress(ddp, optimizer, "topk", density=0.05) as it:
+        train(ddp, optimizer, rank, range(3))
+        assert it.log()["sidcomp/residual_norm"] > 0
+        it.restart()
+        return float(it.state_dict()["residuals"] != {})
+
+
+def test_restart_forgets_what_was_not_sent() -> None:
+    assert max(run(new_weights, 2)) == 0
+
+
+# ---- updates
+# ------------------------------------------------------------------------------------------------------------
+
+
+def averaged(rank: int, world: int, wrapped: bool) -> list[float]:
+    """One step of SGD and codec none: what DDP does, up to rounding."""
+    ours, theirs = network(rank), DistributedDataParallel(network())
+    if wrapped:
+        ours = DistributedDataParallel(network())
+    optimizer, other = (
+        torch.optim.SGD(ours.parameters(), lr=0.1),
+        torch.optim.SGD(theirs.parameters(), lr=0.1),
+    )
+    with sidcomp.compress(ours, optimizer, "none", updates=True):
+        train(ours, optimizer, rank, range(STEPS))
+        train(theirs, other, rank, range(STEPS))
+        assert alike(flat(ours))
+    return [float((flat(ours) - flat(theirs)).norm() / flat(theirs).norm())]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_updates_of_sgd_uncompressed_are_ddp(wrapped: bool) -> None:
+    assert all(x[0] < 1e-5 for x in run(averaged, 2, wrapped))
+
+
+def kinds(rank: int, world: int) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    sgd_outside = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    for name, arguments in {
+        "plain": {"ratio": 20},
+        "named": {"codec": "int4"},
+        "every": {"codec": "int8", "every": 3},
+        "outer": {"every": 3, "outer": sgd_outside},
+        "delay": {"codec": "int4", "every": 3, "delay": 2},
+        "parts": {"codec": "int4", "every": 3, "parts": 3},
+        "memory": {"codec": "int4", "options": sidcomp.Options(error="memory", exclude="1-D")},
+        "ddp": {"codec": "int4", "updates": True},
+        "ddp every": {"codec": "int4", "every": 3},
+        "compiled": {"codec": "int4"},
+    }.items():
+        module: nn.Module = network(rank)
+        inner = module
+        if name.startswith("ddp"):
+            inner = module = DistributedDataParallel(network())
+        if name == "compiled":
+            module = torch.compile(module, backend="eager")  # type: ignore[assignment]
+        optimizer = adamw(module)
+        said = io.StringIO()
+        with redirect_stderr(said), sidcomp.compress(module, optimizer, **arguments) as it:
+            start = flat(inner)
+            train(module, optimizer, rank, range(STEPS))
+            own = flat(inner)
+            with it.common() as shown:
+                point = flat(shown)
+                assert alike(point)
+            assert torch.equal(flat(inner), own)
+            it.average()
+            end = flat(inner)
+            out[name] = {
+                "moved": float((point - start).norm()), "equal": alike(end), "page": str(it),
+                "ratio": it.stats()["ratio"], "discarded": it.stats()["discarded"], "said": said.getvalue(),
+                "error": it.updates.error, "every": it.updates.every,  # type: ignore[attr-defined]
+            }  # fmt: skip
+    return out
+
+
+def test_a_plain_module_sends_updates() -> None:
+    for rank, out in enumerate(run(kinds, 2)):
+        for name, one in out.items():
+            assert one["equal"] and one["moved"] > 0 and not one["discarded"], name
+            assert ("run.common()" in one["said"]) is (rank == 0), name
+            assert "without run.average()" not in one["said"]
+        assert {n for n, one in out.items() if one["error"] == "memory"} == {"outer", "parts", "memory"}
+        assert out["plain"]["ratio"] > 5 and out["named"]["ratio"] > 2 and "int4" in out["ddp"]["page"]
+        assert [out[n]["every"] for n in ("plain", "every", "outer", "ddp every")] == [1, 3, 3, 3]
+
+
+def chosen(rank: int, world: int, folder: str) -> dict[str, Any]:
+    module, said = network(rank), io.StringIO()
+    optimizer = adamw(module)
+    with redirect_stderr(said), sidcomp.compress(module, optimizer) as it:
+        before = str(it)
+        train(module, optimizer, rank, range(10))
+        codec, page = it.state.settings.candidates[0].encoding, str(it)
+        it.save(folder)
+        train(module, optimizer, rank, range(10, 14))
+        with it.common():
+            point = flat(module)
+    again = network(rank)
+    other = adamw(again)
+    with sidcomp.compress(again, other) as it:
+        assert it.load(folder)
+        assert it.state.settings.candidates[0].encoding == codec
+        train(again, other, rank, range(10, 14))
+        with it.common():
+            same = torch.equal(flat(again), point)
+    return {"codec": codec, "before": before, "page": page, "said": said.getvalue(), "same": same}
+
+
+def test_auto_chooses_what_updates_send(tmp_path: Path) -> None:
+    results = run(chosen, 2, str(tmp_path))
+    assert len({r["codec"] for r in results}) == 1 and "none" not in results[0]["codec"]
+    for rank, r in enumerate(results):
+        assert r["same"] and "still measuring" in r["before"] and "is chosen" in r["page"]
+        assert ("is chosen; an exchange takes" in r["said"]) is (rank == 0)
+        assert ("closed after 14 steps without run.average()" in r["said"]) is (rank == 0)
+
+
+# ---- refusals
+# ------------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, world: int) -> list[str]:
+    module, ddp = network(), DistributedDataParallel(network())
+    own = sgd(ddp)
+    said = []
+    for call in (
+        lambda: sidcomp.compress("model", own),  # type: ignore[arg-type]
+        lambda: sidcomp.compress(ddp, own, options={"seed": 3}),  # type: ignore[arg-type]
+        lambda: sidcomp.compress(ddp, own, sidcomp.State("topk"), density=0.1),
+        lambda: sidcomp.compress(ddp, own, updates=False, every=4),
+        lambda: sidcomp.compress(ddp, own, options=sidcomp.Options(stale=3)),
+        lambda: sidcomp.compress(module, sgd(module), updates=False),
+        lambda: sidcomp.compress(ddp, own, updates="yes"),  # type: ignore[arg-type]
+        lambda: sidcomp.compress(ddp, own, "topkk"),
+    ):
+        with pytest.raises(sidcomp.errors.SidcompError) as caught:
+            call()
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    return said
+
+
+def test_what_is_wrong_is_said_at_once() -> None:
+    expected = (
+        "ArgumentError: model='model'", "ArgumentError: options={'seed': 3}: give sidcomp.Options",
+        "ArgumentError: density beside a State", "ArgumentError: every: these are for updates",
+        "ArgumentError: stale: these are for updates",
+        "SetupError: updates=False averages gradients", "ArgumentError: updates='yes'",
+        "ParameterError: ",
+    )  # fmt: skip
+    for said in run(refused, 2):
+        assert all(text.startswith(start) for text, start in zip(said, expected, strict=True)), said
