@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from sidcomp import errors
 from sidcomp._core import version as __version__
-from sidcomp.config.options import Options
 from sidcomp.config.presets import names as presets
 from sidcomp.config.registry import Codec, Parameter, codecs, exchanges, memories
 from sidcomp.config.schedule import Schedule
@@ -21,6 +20,7 @@ from sidcomp.config.step_sizes import StepSizes, marsit_step_sizes
 from sidcomp.doors.optimizer_check import check_optimizer
 from sidcomp.errors import *  # noqa: F403
 from sidcomp.notices import strict
+from sidcomp.options import Options
 from sidcomp.planner.fusion import evaluate, plan
 from sidcomp.planner.profile import Profile
 from sidcomp.standalone.compressor import Compressor

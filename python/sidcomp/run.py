@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp import fsdp, notices, rank_states
 from sidcomp.config.accuracy import EXACT, HUNDREDTH, OUTER, CodecSpec
-from sidcomp.config.options import OF_UPDATES, Options
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.doors.ddp import register
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.local.choice import CANDIDATES, Choosing
 from sidcomp.local.shards import is_sharded
 from sidcomp.local.steps import Updates
+from sidcomp.options import OF_UPDATES, Options
 from sidcomp.runtime.optimizers import Optimizers, chains, enabled
 from sidcomp.runtime.plain_data import anything, listing, record
 from sidcomp.state import State

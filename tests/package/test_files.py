@@ -12,9 +12,8 @@ import pytest
 import sidcomp
 import torch
 from full_disk import no_more_than
-from sidcomp import files
+from sidcomp import files, rank_states
 from sidcomp.config import presets
-from sidcomp import rank_states
 from sidcomp.planner import fusion, plan_plot
 from sidcomp.planner.cost_curve import Curve
 from sidcomp.planner.profile import Method, Profile
