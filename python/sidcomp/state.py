@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from sidcomp import notices
 from sidcomp.autotune import journal, report
-from sidcomp.autotune.controller import Controller, Report
+from sidcomp.autotune.controller import Controller
+from sidcomp.autotune.outcome import Report
 from sidcomp.config import accuracy as accuracy_of
 from sidcomp.config import optimizer_check, presets
 from sidcomp.config.grouping import PLANNED, Groups, Regime, check_lists

@@ -20,7 +20,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import RankFailed, run
-from sidcomp.autotune import controller, measurement, probe
+from sidcomp.autotune import controller, iterations, measurement, monitoring, outcome, probe, profiling
 from sidcomp.planner import fusion, mergecomp
 from sidcomp.planner.profile import Profile
 from torch import nn
@@ -34,7 +34,7 @@ FORWARD_S, GRADIENT_S = 4e-4, 1e-4  # what a step computes, and each parameter's
 
 def brisk() -> None:
     """Fewer steps than in earnest."""
-    controller._STEPS, controller._TURNS, controller._CHECK_EVERY = 4, 4, 10
+    iterations.STEPS, profiling._TURNS, monitoring._CHECK_EVERY = 4, 4, 10
 
 
 def mlp(width: int = 96, layers: int = 4) -> nn.Module:
@@ -77,7 +77,7 @@ MODELS: dict[str, Any] = {
 class Training:
     def __init__(self, rank: int, model: str = "mlp", slow: Costs | None = None, **how: Any) -> None:
         brisk()
-        controller._TURNS = how.pop("turns", controller._TURNS)
+        profiling._TURNS = how.pop("turns", profiling._TURNS)
         clock.set_costs(slow or {})
         ddp_arguments = how.pop("ddp", {"bucket_cap_mb": 0.08})
         how.setdefault("warmup", 2)
@@ -518,7 +518,7 @@ def test_a_step_takes_as_long_as_it_does_on_average_over_the_ranks() -> None:
 
 
 def drifting(rank: int, world: int) -> dict[str, Any]:
-    controller._FIRST_PAUSE = 20
+    outcome._FIRST_PAUSE = 20
     with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
         first = t.until_it_settles()
         clock.set_costs(
@@ -748,7 +748,7 @@ def test_the_harness_would_notice_a_failure() -> None:
 
 def steps_of(rank: int, world: int, plain: bool) -> list[float]:
     brisk()
-    controller._FEWER = ()  # on a busy machine plain DDP takes long, and would be measured less
+    profiling._FEWER = ()  # on a busy machine plain DDP takes long, and would be measured less
     torch.manual_seed(0)
     ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.08)
     state = sidcomp.State("auto", candidates=["topk"])
@@ -818,7 +818,7 @@ def test_the_density_goes_down_in_stages(tmp_path: Path) -> None:
 
 def test_no_stage_sends_more_than_plain_ddp() -> None:
     """6 bytes an element sent, gathered from all ranks, against 4 bytes an element all-reduced."""
-    from sidcomp.autotune.controller import _BREAK_EVEN, _FLOORS
+    from sidcomp.autotune.monitoring import _BREAK_EVEN, _FLOORS
 
     for world in (2, 3, 4, 8, 16, 64, 256):
         for floor in _FLOORS:

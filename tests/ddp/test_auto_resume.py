@@ -16,8 +16,9 @@ import sidcomp
 import test_auto
 import torch
 from harness import run
-from sidcomp.autotune import controller, journal, probe
+from sidcomp.autotune import journal, monitoring, outcome, probe
 from sidcomp.autotune.controller import Controller
+from sidcomp.config.settings import PLAIN
 from sidcomp.runtime.checkpoint import Resume
 from test_auto import Costs, Training, candidates, check
 
@@ -151,9 +152,7 @@ def partly_held(rank: int, world: int) -> dict[str, Any]:
     while those of the others in its bucket wait."""
     with Training(rank, **HOW) as t:
         while not (
-            stage(t) == "verifying"
-            and t.state._engine.regime == controller.PLAIN
-            and t.state.state_dict()["residuals"]
+            stage(t) == "verifying" and t.state._engine.regime == PLAIN and t.state.state_dict()["residuals"]
         ):
             t.step()
         state = t.state.state_dict()
@@ -360,19 +359,19 @@ def test_an_old_checkpoint_still_loads() -> None:
         journal.check(old)
         c = Controller(sidcomp.State("auto", candidates=["topk"], warmup=0).settings, None)
         regime = c.resume(Resume({}, source["layout"], {**source, "controller": old}))
-        assert (regime != controller.PLAIN) == saved["found"]
+        assert (regime != PLAIN) == saved["found"]
 
 
 def test_the_former_name_of_a_stage_still_loads() -> None:
     """The stage after the search was saved as resting."""
-    ends = [(s, c) for s, c in run(some, 2)[0] if c["report"]["stage"] == controller.SETTLED]
+    ends = [(s, c) for s, c in run(some, 2)[0] if c["report"]["stage"] == outcome.SETTLED]
     assert ends
     for source, saved in ends:
         old = {**saved, "report": {**saved["report"], "stage": "resting"}}
         journal.check(old)
         c = Controller(sidcomp.State("auto", candidates=["topk"], warmup=0).settings, None)
         c.resume(Resume({}, source["layout"], {**source, "controller": old}))
-        assert c.report.stage == controller.SETTLED
+        assert c.report.stage == outcome.SETTLED
         assert old["report"]["stage"] == "resting", "the checkpoint itself does not change"
 
 
@@ -394,7 +393,7 @@ class Changing:
     """What a run says after each of its parts, in which everything takes a factor of its time."""
 
     def __init__(self, rank: int) -> None:
-        controller._FIRST_PAUSE = 60
+        outcome._FIRST_PAUSE = 60
         self.t = Training(rank, slow={**LINK, **CODEC}, candidates=["topk"], warmup=0)
         self.t.until_it_settles()
         self.said: list[dict[str, Any]] = []
@@ -452,7 +451,7 @@ def test_a_plan_goes_with_a_link_that_became_fast_and_comes_back() -> None:
 
 
 def never_doubted(rank: int, world: int) -> list[dict[str, Any]]:
-    controller._LONGEST = 150
+    monitoring._LONGEST = 150
     c = Changing(rank)
     c.go(400, 1, LINK)
     return c.said
@@ -492,7 +491,7 @@ def compared_again(rank: int, world: int, room: str) -> tuple[dict[str, Any], di
     while stage(c.t) != "comparing":
         c.go(1, 2, LINK)
     c.go(FAR - 1, 2, LINK)  # in the dense window of the second pair
-    assert c.t.state._engine.regime == controller.PLAIN
+    assert c.t.state._engine.regime == PLAIN
     data = taken(c.t)
     c.t.state.close()
     with Training(rank, slow={**LINK, **CODEC}, candidates=["topk"], warmup=0) as t:

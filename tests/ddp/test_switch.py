@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import run
 from sidcomp.autotune import controller
-from sidcomp.autotune.controller import Iteration, Order
+from sidcomp.autotune.iterations import Iteration, Order
 from sidcomp.config.grouping import DENSE, Regime
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -1,0 +1,171 @@
+"""How a script of the controller runs the coming iterations, and what it learns of each.
+
+A script is a generator: it yields an Order, and receives the Iteration that was measured. Every rank runs the
+same script and decides by numbers that all ranks agreed on.
+"""
+
+import logging
+import struct
+import sys
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from sidcomp import notices
+from sidcomp.autotune import measurement
+from sidcomp.autotune.collective_benchmark import collective
+from sidcomp.autotune.journal import Entry, Journal
+from sidcomp.autotune.outcome import COMPARING, Report, Watch
+from sidcomp.config.grouping import Regime
+from sidcomp.config.settings import PLAIN, Settings
+from sidcomp.runtime.engine import Engine
+
+logger = logging.getLogger("sidcomp")
+
+STEPS = 8  # timed steps of a plan that is not verified
+_LINES = 3  # of progress where stderr is no terminal, beside the first line and the decision
+
+
+@dataclass(frozen=True)
+class Order:
+    """How the coming iteration is to run.
+
+    deferred: exchange nothing before backward() has ended. hold: the residuals of groups that become dense
+    wait for the next groups with a memory, and are not sent with the next gradient.
+    """
+
+    regime: Regime
+    deferred: bool = False
+    hold: bool = False
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What was measured in the last iteration: ns from its first bucket to the next iteration's first."""
+
+    interval: int
+    clean: bool  # the groups did not change at its start
+    observed: measurement.Observed | None
+
+
+Script = Generator[Order, Iteration, None]
+Times = Generator[Order, Iteration, list[int]]
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def show(text: str) -> None:
+    """Shows a line of progress on a terminal. The next line replaces it."""
+    if _on_terminal():
+        print(f"\r\033[Ksidcomp: {text}", end="", file=sys.stderr, flush=True)
+
+
+class Iterations:
+    """What all parts of the script share: iterations, agreement of the ranks, the journal, and progress."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.report = Report()
+        self._p: Engine | None = None  # only during a call: a generator must not keep a process group alive
+        self._identity: dict[str, Any] | None = None  # what the measurements belong to
+        self._journal = Journal()
+        self._replaying = False  # the script repeats what it did before the checkpoint
+        self._watched = Watch()
+        self._recorder: measurement.Recorder | None = None
+        self._spent = self._counted = 0  # ns of the search; its steps that were counted before
+        self._lines = 0  # of progress that were printed where stderr is no terminal
+
+    # ---- agreeing ------------------------------------------------------------------------------------------
+
+    def _of_ranks(self, values: list[int]) -> list[tuple[int, ...]]:
+        """What all ranks pass: for each value, those of the ranks."""
+        assert self._p is not None and self._p.exchange is not None
+        exchange = self._p.exchange
+        packed = struct.pack(f"<{len(values)}q", *values)
+        with collective():
+            rows = [struct.unpack(f"<{len(values)}q", b) for b in exchange.gather_bytes(packed)]
+        self._p.count_control(exchange.world * len(packed))
+        return list(zip(*rows, strict=True))
+
+    def _agree(self, values: list[int]) -> list[int]:
+        """The maximum of each value over the ranks."""
+        return [max(column) for column in self._of_ranks(values)]
+
+    def _agree_on_steps(self, times: list[int]) -> list[int]:
+        """The mean of each time over the ranks. In every step all ranks wait for the slowest one, so their
+        times differ only by when they begin; the maximum would count that as time."""
+        return [sum(column) // len(column) for column in self._of_ranks(times)]
+
+    def _say(self, text: str, *, stage: bool = False) -> None:
+        """Logs a line, and shows it on a terminal. stage: a stage of the search begins; the first lines of
+        this kind also reach an stderr that is no terminal, such as the log file of a job."""
+        if self._replaying:  # it was logged before the checkpoint
+            return
+        self.report.log.append(text)
+        if self._p is None or not self._first():
+            return
+        logger.info(text)
+        show(text)
+        if stage and not _on_terminal() and self._lines < _LINES:
+            self._lines += 1
+            notices.say(f"{self._what}, step {self._p.step}: {text}")
+
+    def _warn(self, text: str) -> None:
+        self.report.log.append(text)
+        notices.log(text, 0 if self._first() else 1)
+
+    @property
+    def _what(self) -> str:
+        """What plans: the argument of the State."""
+        return 'State("auto")' if self.settings.auto else f"groups={self.settings.groups!r}"
+
+    def _first(self) -> bool:
+        return self._p is not None and self._p.exchange is not None and self._p.speaker == 0
+
+    def _called(self, regime: Regime) -> str:
+        if regime == PLAIN:
+            return f"{self._p.plain if self._p is not None else 'plain DDP'}'s dense exchange"
+        n = len(regime.rule) if isinstance(regime.rule, list) else 0
+        return f"a plan of {n} groups" if n else "a group for each bucket"
+
+    # ---- iterations ----------------------------------------------------------------------------------------
+
+    def _record(self, recorder: measurement.Recorder | None) -> None:
+        """Takes this recorder in place of the one before."""
+        if self._recorder is not None:
+            self._recorder.close()
+        self._recorder = recorder
+
+    def _explore(self, order: Order) -> Generator[Order, Iteration, Iteration]:
+        """Runs one iteration of the search or of a comparison, and counts its time."""
+        self._replaying = False
+        it = yield order
+        if self.report.stage == COMPARING:
+            self._watched.taken += 1
+        else:
+            self.report.steps += 1
+            self._spent += it.interval
+        return it
+
+    def _next(self, kind: str, of: str) -> Entry:
+        """The journal's next entry. One from a checkpoint may be complete or begun."""
+        entry, dropped = self._journal.next(kind, of)
+        if dropped:
+            self._replaying = False
+            self._say("the checkpoint's next measurement belongs to another plan: measuring again")
+        return entry
+
+    def _timed(self, of: str, regime: Regime, n: int) -> Times:
+        """The times of n steps, means over the ranks. Steps in which groups changed do not count."""
+        e = self._next("times", of)
+        while not e["done"]:
+            if len(e["times"]) < n:
+                it = yield from self._explore(Order(regime))
+                if it.clean:
+                    e["times"].append(it.interval)
+            else:
+                e["times"], e["done"] = self._agree_on_steps(e["times"]), True
+        times: list[int] = e["times"]
+        return times

@@ -1,0 +1,260 @@
+"""Searches for a plan: plans by the profile, checks on interleaved windows that the plan is faster, refits
+the cost model and plans again.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from sidcomp.autotune import iterations, measurement
+from sidcomp.autotune.iterations import Iteration, Order, Script
+from sidcomp.autotune.journal import Entry
+from sidcomp.autotune.profiling import FAR, LONG, Profiling
+from sidcomp.config.accuracy import EXACT
+from sidcomp.config.grouping import DENSE, Regime
+from sidcomp.config.settings import PLAIN, Settings
+from sidcomp.planner import mergecomp
+from sidcomp.planner.fusion import evaluate, plan, plan_hash
+from sidcomp.planner.profile import Profile
+from sidcomp.planner.significance import FUTILE, MARGIN, WORTH, Pair, gain, is_faster
+
+_WINDOW = 4  # timed steps of a window
+# Timed steps of the faster and of the slower one in the first two pairs, where one is expected to take more
+# than so many times as long. They decide if no steps overlap: by chance 1 time in 91 * 23, or in 45^2.
+_UNEVEN = ((FAR, ((12, 2), (22, 1))), (LONG, ((8, 2), (8, 2))))
+_CLEARLY = 1.5  # the pairs must then show at least this ratio, else they do not count
+_BETTER = 0.97  # share of the time of a plan that has won, below which another one is tried
+# Of the planners. Cupcake searches for as long as the paper lets it, some seconds, and starts from two even
+# groups (its section 4.2).
+_CUPCAKE = {"groups": 2, "work_limit": 400_000_000}
+_OPTIONS = {"ldp": {"scenarios": 16}, "cupcake": _CUPCAKE, "cupcake-repaired": _CUPCAKE}
+
+
+def without_room(waiting: int) -> str:
+    return (
+        f'{EXACT[0]} had no room for {waiting} elements of a step, and accuracy="exact" lets none wait for a '
+        f'later one; candidates=[({EXACT[0]!r}, {{"exceptions": x}})] has room for a share x (docs/auto.md)'
+    )
+
+
+class Search(Profiling):
+    """Finds the regime."""
+
+    def __init__(self, settings: Settings, given: Profile | None) -> None:
+        super().__init__(settings, given)
+        self.algorithm = {"auto": "ldp"}.get(str(settings.groups), str(settings.groups))
+        self.base = PLAIN if settings.auto else Regime("bucket")  # the baseline of every plan
+
+    def plan(self, costs: dict[str, Any]) -> dict[str, Any]:
+        """Plans with ldp, or with the algorithm of the paper that `groups` names."""
+        return plan(costs, self.algorithm, None, **_OPTIONS.get(self.algorithm, {}))
+
+    def _find_out(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
+        r = self.report
+        r.stage, r.baseline_ps = "measuring", 0
+        self._forget_plan()
+        r.profile = profile = yield from self._profile()
+        self._record(None)
+        r.dense_ps, r.compute_ps = profile.dense_ps, profile.compute_ps
+        if self.settings.groups == "mergecomp":
+            return (yield from self._mergecomp())
+        r.stage = "planning"
+        model = measurement.model(profile, self.settings)
+        if self.algorithm != "ldp":  # a paper's choice is kept without verifying
+            found = self.plan(model)
+            regime = self._regime(found)
+            times = yield from self._timed(plan_hash(found), regime, iterations.STEPS)
+            self._keep(model, found, int(1000 * median(times)))
+            return regime, f"{self.algorithm} chose it"
+        return (yield from self._compare(model))
+
+    def _compare(self, model: measurement.Model) -> Generator[Order, Iteration, tuple[Regime, str]]:
+        """Plans, verifies, refits and plans again. A plan is kept only if it beats the one before."""
+        r = self.report
+        best, to_beat = self.base, self._baseline_of(model)
+        why = "no plan was predicted to be faster"
+        lost: list[Regime] = []
+        measured = 0  # pairs of windows
+        for attempt in range(3):
+            if measured + 2 > FUTILE:  # with two more pairs it would take more than some 60 steps
+                break
+            # The model is not exact, so a plan that it predicts to be a little slower is tried once. Beside a
+            # plan that has won, only one is worth its windows that is predicted to be clearly faster.
+            least = 1.1 if not attempt else MARGIN if best == self.base else _BETTER
+            found = self._choose(model, int(to_beat * least), best)
+            if found is None or (regime := self._regime(found)) in lost:
+                break
+            r.stage = "verifying"
+            self._say(
+                f"verifying plan {plan_hash(found)[:8]}: {len(found['ends'])} groups, predicted "
+                f"{found['time_ps'] * 1e-9:.1f} ms a step against {to_beat * 1e-9:.1f} ms",
+                stage=True,
+            )
+            most = FUTILE - measured if attempt else None
+            e = yield from self._verify(model, found, best, found["time_ps"] / to_beat, most)
+            pairs = e["pairs"]
+            measured += len(pairs)
+            waiting = e["waiting"]
+            won = bool(is_faster(pairs, WORTH)) and not waiting
+            tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
+            said = f"{gain(pairs):.3f} of the time of {self._called(best)} in {len(pairs)} pairs of windows"
+            r.tried.append(
+                {
+                    "groups": len(found["ends"]),
+                    "predicted_ps": found["time_ps"],
+                    "measured_ps": tried,
+                    "against_ps": other,
+                    "pairs": len(pairs),
+                    "kept": won,
+                }
+            )
+            self._say(f"measured: {said}, {'kept' if won else 'not kept'}")
+            if best == self.base:
+                r.baseline_ps = to_beat = other
+            if won:
+                best, to_beat, why = regime, tried, said
+                self._keep(model, found, tried)
+            else:
+                lost.append(regime)
+                if best == self.base:
+                    why = f"the plan took {said}"
+            if waiting:  # so other plans would keep something back too
+                self._forget_plan()
+                return self.base, f"the plan took {said}, but {without_room(waiting)}"
+            model = measurement.refit(model, found, e["took"], tried)
+        return best, why
+
+    def _choose(self, costs: dict[str, Any], limit: int, best: Regime) -> dict[str, Any] | None:
+        """A new plan of at most `limit` ps. If planning gives `best`, the best plan without dense."""
+        found = self.plan(costs)
+        if self._regime(found) == best and self.settings.auto:
+            lossy = {**costs, "methods": costs["methods"][1:]}
+            found = self.plan(lossy)
+            found["methods"] = [m + 1 for m in found["methods"]]
+        if found["time_ps"] > limit or self._regime(found) == best:
+            return None
+        return found
+
+    def _verify(
+        self,
+        model: measurement.Model,
+        found: dict[str, Any],
+        other: Regime,
+        expected: float,
+        most: int | None,
+    ) -> Generator[Order, Iteration, Entry]:
+        """Alternates between a plan and the best one before it. expected: the time of the plan over the
+        other's. most: how many pairs of windows; None: until they decide."""
+        e, regime, groups = self._next("pairs", plan_hash(found)), self._regime(found), len(found["ends"])
+        width = 3 * groups + 1
+
+        def note(it: Iteration) -> None:
+            assert self._p is not None
+            if it.observed is not None and not self._p.on_device and len(it.observed.groups) >= groups:
+                e["rows"].append(measurement.took(model, found, it.observed))
+
+        if not e["done"]:
+            before = [it.interval for it in self._plain] if other == PLAIN else []
+            yield from self._turns(regime, other, e["pairs"], expected, note, WORTH, most, before)
+            rows = [row for row in e["rows"] if len(row) == width]
+            e["took"] = self._agree([int(median(c)) for c in zip(*rows, strict=True)]) if rows else []
+            e["waiting"] = self._waiting()
+            e["rows"], e["done"] = [], True
+        return {"waiting": 0, **e, "took": e["took"] if len(e["took"]) == width else []}
+
+    def _waiting(self) -> int:
+        """How many elements a rank keeps back, at most; 0 where it may keep some."""
+        if not self.settings.exact:
+            return 0
+        assert self._p is not None
+        return self._agree([measurement.waiting(self._p)])[0]
+
+    def _turns(
+        self,
+        tried: Regime,
+        other: Regime,
+        pairs: list[Pair],
+        expected: float = 1.0,
+        note: Callable[[Iteration], None] | None = None,
+        worth: float = 1.0,
+        most: int | None = None,
+        before: Sequence[int] = (),
+    ) -> Script:
+        """Adds pairs of windows of two regimes until they decide, or until there are `most`. A pair counts
+        only if both of its windows were measured one after the other: a pair that a checkpoint interrupted is
+        measured again. expected: the time of a step of the first regime over one of the second; the same on
+        all ranks. worth: as of `is_faster`. before: ns of steps of the second regime shortly before: its
+        first window, where the first regime is expected to be faster by far."""
+        apart = max(expected, 1 / expected)
+        sizes = next((pairs for times, pairs in _UNEVEN if apart > times), ())
+        slow = expected > 1  # which of the two is expected to be slower: True is the first
+        while (most is None or len(pairs) < most) and is_faster(pairs, worth) is None:
+            uneven = sizes[len(pairs)] if len(pairs) < len(sizes) else ()
+            size = {slow: uneven[1], not slow: uneven[0]} if uneven else dict.fromkeys((True, False), _WINDOW)
+            windows = {False: list(before)} if uneven and not slow and not pairs and before else {}
+            size |= {which: len(times) for which, times in windows.items()}
+            for which in ((True, False), (False, True))[len(pairs) % 2]:
+                times = windows.setdefault(which, [])
+                while len(times) < size[which]:
+                    it = yield from self._explore(Order(tried if which else other, hold=True))
+                    if it.clean or (uneven and which == slow):  # beside its length a change costs nothing
+                        times.append(it.interval)
+                    if it.clean and which and note is not None:
+                        note(it)
+            both = self._agree_on_steps(windows[True] + windows[False])
+            pairs.append([both[: size[True]], both[size[True] :]])
+            if uneven and len(pairs) == len(sizes) and gain(pairs) ** (1 if slow else -1) < _CLEARLY:
+                pairs.clear()  # the expectation was wrong, so the windows must be alike
+                sizes = ()
+
+    def _mergecomp(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
+        """Runs MergeComp's Algorithm 2 as published: on measured iterations, at the start of training."""
+        assert self.report.profile is not None
+        names = [t["name"] for t in self.report.profile.tensors]
+        asked = mergecomp.mergecomp(len(names), *self.settings.search)
+        ends = next(asked)
+        self.report.stage = "searching"
+        tries = 0
+        while True:
+            times = yield from self._timed(f"groups to {ends}", self._grouped(names, ends, (0,)), _WINDOW)
+            tries += 1
+            try:
+                ends = asked.send(median(times))
+            except StopIteration as stop:
+                ends = stop.value
+                break
+        regime = self._grouped(names, ends, (0,))
+        times = yield from self._timed("what was chosen", regime, iterations.STEPS)
+        self.report.measured_ps = int(1000 * median(times))
+        return regime, f"MergeComp's search chose {len(ends)} groups after {tries} measurements"
+
+    def _baseline_of(self, costs: dict[str, Any]) -> int:
+        """The time of the baseline: plain DDP's, measured; for a codec with a group per bucket, predicted."""
+        assert self.report.profile is not None
+        if self.settings.auto:
+            return self.report.dense_ps
+        ends = self.report.profile.bucket_ends()
+        return int(evaluate(costs, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
+
+    def _regime(self, found: dict[str, Any]) -> Regime:
+        assert self.report.profile is not None
+        names = [t["name"] for t in self.report.profile.tensors]
+        known = measurement.candidates_of(self.report.profile, self.settings)
+        candidates = tuple(known[m] for m in found["methods"])
+        if all(candidate == DENSE for candidate in candidates):
+            return PLAIN
+        return self._grouped(names, found["ends"], candidates)
+
+    @staticmethod
+    def _grouped(names: list[str], ends: list[int], candidates: tuple[int, ...]) -> Regime:
+        candidates = candidates if len(candidates) == len(ends) else candidates * len(ends)
+        return Regime([names[a:b] for a, b in pairwise([0, *ends])], candidates)
+
+    def _keep(self, instance: dict[str, Any], found: dict[str, Any], measured_ps: int) -> None:
+        r = self.report
+        r.instance, r.plan, r.predicted_ps, r.measured_ps = instance, found, found["time_ps"], measured_ps
+
+    def _forget_plan(self) -> None:
+        r = self.report
+        r.plan, r.predicted_ps, r.measured_ps = None, 0, 0
