@@ -35,7 +35,7 @@ LIBS     = -ldl -lm
 # csrc/isa/simd.c is compiled once per instruction set; elsewhere than on x86-64 there is only the base.
 # -Wno-psabi: its vector types never cross a call, so how they would be passed does not matter.
 X86     := $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null))
-CSRC    := $(sort $(wildcard csrc/*.c csrc/codec/*.c csrc/memory/*.c csrc/fusion/*.c csrc/exchange/*.c))
+CSRC    := $(sort $(wildcard csrc/core/*.c csrc/codec/*.c csrc/memory/*.c csrc/fusion/*.c csrc/exchange/*.c))
 COBJ     = $(CSRC:%=$O/%.o) $O/isa/base.o $(if $(X86),$O/isa/avx2.o $O/isa/avx512.o)
 BINDING := $(sort $(wildcard python/binding/*.cpp))
 CUSRC   := $(sort $(wildcard cuda/*/*.cu))

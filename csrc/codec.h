@@ -11,8 +11,8 @@
 #define SID_CODEC_H
 
 #include "bits.h"
+#include "core/plan.h"
 #include "isa/simd.h"
-#include "plan.h"
 #include "rans.h"
 #include "rng.h"
 #include "sums.h"

@@ -5,12 +5,12 @@
 #include <math.h>
 #include <stddef.h>
 
-#include "checksum.h"
 #include "codec.h"
-#include "core.h"
+#include "core/checksum.h"
+#include "core/core.h"
+#include "core/sound.h"
 #include "sidcomp_cuda.h"
 #include "sidcomp_nccl.h"
-#include "sound.h"
 #include "special.h"
 
 #endif

@@ -14,7 +14,7 @@
  * after it are not sent and stay in the memory. stats.count < stats.found says that it happened. */
 #include "deadzone.h"
 
-#include "../sound.h"
+#include "../core/sound.h"
 #include "sparse_form.h"
 
 enum {

@@ -6,7 +6,7 @@
  *               element: the exact vote, or mean. */
 #include <string.h>
 
-#include "../vectors.h"
+#include "../core/vectors.h"
 #include "exchange.h"
 
 enum {

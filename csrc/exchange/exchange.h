@@ -3,7 +3,7 @@
 #ifndef SID_EXCHANGE_H
 #define SID_EXCHANGE_H
 
-#include "../core.h"
+#include "../core/core.h"
 
 /* ---- the contract ------------------------------------------------------------------------------------------------ */
 

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-#include "../checksum.h"
+#include "../core/checksum.h"
 
 sid_status sid_blame(sid_exchange_step *t, sid_status s, uint32_t culprit) {
     sid_fault *f = sid_fault_of(t);

@@ -177,7 +177,7 @@ static void scatter(sid_exchange_step *t) {
     }
 }
 
-/* As in csrc/decode.c: where the sum of the node's ranks overflows, although their mean may not, that is taken in float64.
+/* As in csrc/core/decode.c: where the sum of the node's ranks overflows, although their mean may not, that is taken in float64.
  * x: the sums of elements offset .. offset + len of our slice, and then their means. */
 static void means(sid_exchange_step *t, float *x, uint64_t offset, uint32_t len) {
     const sid_exchange *e = t->x;

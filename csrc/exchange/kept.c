@@ -3,8 +3,8 @@
 
 #include <string.h>
 
+#include "../core/vectors.h"
 #include "../sidcomp_cuda.h"
-#include "../vectors.h"
 
 uint32_t sid_one_part(const sid_exchange *x) {
     (void)x;

@@ -114,7 +114,7 @@ inline uint64_t sid_blocks(const sid_stream &to, const sid_several &k, uint64_t 
 /* `clear` bytes from scratch on are zeroed at the start of a call: a codec takes what it wants zeroed first. */
 enum sid_encoding_part {
     SID_ENCODE,
-    /* Of codecs whose tiles do not depend on each other (SID_SIGNS), as csrc/core.h's sid_ranges: */
+    /* Of codecs whose tiles do not depend on each other (SID_SIGNS), as csrc/core/core.h's sid_ranges: */
     SID_OPEN,  /* what comes before the pass */
     SID_RANGE, /* the pass over elements from .. until, `from` a multiple of 256 */
     SID_CLOSE  /* the header, without a sound checksum, and the state's */

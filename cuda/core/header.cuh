@@ -142,7 +142,7 @@ __device__ inline void sid_seal(sid_header *h, const sid_head &head, uint32_t fl
     *h = x;
 }
 
-/* What a payload's header must say, in the order in which csrc/decode.c asks. `sum`: of everything after the header
+/* What a payload's header must say, in the order in which csrc/core/decode.c asks. `sum`: of everything after the header
  * that the checksum covers. Codec's own rules come after. */
 struct sid_expect {
     sid_head head;

@@ -213,7 +213,7 @@ __device__ inline void sid_receive(const Memory &memory, const sid_vectors &v, u
     if (Memory::VECTORS) sid_store_floats(v.first + i, count, vec[0]);
 }
 
-/* Where a sum of payloads may overflow although the mean is finite, that is taken in float64 (csrc/decode.c): by the decode
+/* Where a sum of payloads may overflow although the mean is finite, that is taken in float64 (csrc/core/decode.c): by the decode
  * itself, once it has written the rest. */
 inline bool sid_has_means(const sid_cuda_decoding &c) {
     return c.count > 1 && !(c.plan->codec->info.traits & (SID_LINEAR | SID_VOTE));

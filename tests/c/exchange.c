@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "checksum.h"
+#include "core/checksum.h"
 #include "exchange/exchange.h"
 #include "test.h"
 

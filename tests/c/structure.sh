@@ -26,27 +26,27 @@ only csrc/wire.h csrc/sidcomp.h --
 only csrc/sidcomp_cuda.h -- sidcomp.h
 only csrc/sidcomp_nccl.h -- sidcomp_cuda.h
 only csrc/bits.h csrc/rans.h csrc/rng.h csrc/special.h csrc/sums.h -- wire.h
-only csrc/plan.h -- sidcomp.h wire.h
+only csrc/core/plan.h -- '\.\./(sidcomp|wire).h'
 only csrc/isa/simd.h -- '\.\./(bits|rans|rng|sidcomp|sums).h'
 only csrc/isa/simd.c -- '\.\./special.h' simd.h '[a-z]+\.inc\.h'
 only csrc/isa/*.inc.h --
-only csrc/codec.h -- '(bits|isa/simd|plan|rans|rng|sums).h'
-only csrc/codec/*.[ch] -- '\.\./(codec|sound|special).h' '[a-z_]+\.h'
+only csrc/codec.h -- '(bits|core/plan|isa/simd|rans|rng|sums).h'
+only csrc/codec/*.[ch] -- '\.\./(codec|core/sound|special).h' '[a-z_]+\.h'
 only csrc/memory/*.c -- '\.\./codec.h'
-only csrc/checksum.h csrc/core.h csrc/sound.h csrc/vectors.h -- codec.h
-only csrc/registry.c -- core.h exchange/exchange.h '(codecs|exchanges|memories).def'
-only $(ls csrc/*.c | grep -v registry.c) -- '(checksum|core|sidcomp_cuda|sound|vectors).h'
+only csrc/core/{checksum,core,sound,vectors}.h -- '\.\./codec.h'
+only csrc/core/registry.c -- core.h '\.\./exchange/exchange.h' '\.\./(codecs|exchanges|memories).def'
+only $(ls csrc/core/*.c | grep -v registry.c) -- '(checksum|core|sound|vectors).h' '\.\./sidcomp_cuda.h'
 only csrc/fusion.h --
 only csrc/fusion/*.h -- '\.\./fusion.h'
 only csrc/fusion/*.c -- planner.h
-only csrc/exchange/*.h -- '\.\./core.h'
-only csrc/exchange/*.c -- exchange.h '\.\./(checksum|sidcomp_cuda|sidcomp_nccl|vectors).h'
+only csrc/exchange/*.h -- '\.\./core/core.h'
+only csrc/exchange/*.c -- exchange.h '\.\./(core/checksum|core/vectors|sidcomp_cuda|sidcomp_nccl).h'
 none 'internal.h is for cuda/ and the tests' grep -rn '"\(\.\./\)*internal\.h"' csrc
 only python/binding/*.[ch]pp -- fusion.h 'sidcomp(_cuda|_nccl)?.h' '[a-z]+\.hpp'
 
 only cuda/core/map.h -- internal.h
 only cuda/core/*.cu* -- '(call|codec|device|header|memories|pass)\.cuh' '(map|emulate)\.h' '(codecs|memories)\.def'
-only cuda/codec/*.cu* -- '\.\./core/codec\.cuh' '[a-z_]+\.cuh' 'codec/[a-z]+\.h'
+only cuda/codec/*.cu* -- '\.\./core/codec\.cuh' '[a-z_]+\.cuh' 'codec/[a-z_]+\.h'
 only cuda/exchange/*.cu* -- '\.\./core/codec\.cuh' exchange.cuh exchange/exchange.h exchanges.def
 
 circles() { # TEXT, then pairs of files on stdin, of which the first stands on the second
@@ -99,7 +99,7 @@ none 'the core allocates, prints, exits or reads the environment' \
 none 'the core has a global that changes' \
     grep -rnE '^(static )?(_Atomic |volatile )?(unsigned |u?int[0-9]*_t |int |float |double |char |size_t |void \*)[a-z_ ]*(=|;|\[)' csrc --include=*.c
 none 'asks the processor in a step: an exchange has x->simd, a plan p->simd' \
-    bash -c 'grep -nE "sid_simd_for\(" csrc/codec/* csrc/memory/* csrc/exchange/* csrc/encode.c csrc/decode.c csrc/vectors.c |
+    bash -c 'grep -nE "sid_simd_for\(" csrc/codec/* csrc/memory/* csrc/exchange/* csrc/core/{encode,decode,vectors}.c |
              grep -v "^csrc/exchange/make.c:[0-9]*: *x->simd = "'
 none 'a device call waits for the host' \
     grep -rnE 'cuda(DeviceSynchronize|StreamSynchronize|EventSynchronize|Malloc|Free|Memcpy)\(' cuda --include=*.cu --include=*.cuh
@@ -116,7 +116,7 @@ none 'a table of parameters whose length nobody asserts: SID_PARAMETERS does' \
 names=$(cat csrc/codec/*.c | grep -Pzo '\.name = "[^"]+",\s*+(?!\.kind)' | tr '\0' '\n' | cut -sd'"' -f2 | grep -vx none | paste -sd'|')
 [ -n "$names" ] || { echo "no codec names found in csrc/codec"; bad=1; }
 none 'knows a codec by name' bash -c \
-    'grep -nE "\"($1)\"" csrc/*.[ch] csrc/memory/* csrc/isa/* cuda/*/* python/binding/* |
+    'grep -nE "\"($1)\"" csrc/*.h csrc/core/* csrc/memory/* csrc/isa/* cuda/*/* python/binding/* |
      grep -vE "^csrc/memory/[^:]*:[0-9]+: *((\.info = )?\{\.name =|static const char \*const [a-z]+\[\] = )" |
      grep -vE "^python/binding/registry.cpp:[0-9]+:(constexpr Name bodies\[\] = | +\{\"[a-z]+\", SID_)" |
      grep -vE "^python/binding/plan.cpp:[0-9]+: +\.def_property_readonly"' _ "$names" # a memory, a choice of one, a body's dtype or a trait may bear a codec's name

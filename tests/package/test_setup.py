@@ -176,10 +176,10 @@ def test_make_tells_how_many_files_it_will_compile(tmp_path: Path) -> None:
         return {name for line in told.stdout.splitlines() if (name := setup.compiled(line))}
 
     first = counted()
-    assert {"csrc/core.c", "csrc/isa/simd.c"} <= first
+    assert {"csrc/core/core.c", "csrc/isa/simd.c"} <= first
     assert {str(f.relative_to(ROOT)) for f in (ROOT / "python").rglob("*.cpp")} <= first
-    subprocess.run([*make, "-s", f"{tmp_path}/csrc/core.c.o"], check=True)
-    assert counted() == first - {"csrc/core.c"}
+    subprocess.run([*make, "-s", f"{tmp_path}/csrc/core/core.c.o"], check=True)
+    assert counted() == first - {"csrc/core/core.c"}
 
 
 def test_a_build_that_goes_on_compiles_what_is_missing_and_counts_it(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@
 #ifndef SID_VECTORS_H
 #define SID_VECTORS_H
 
-#include "codec.h"
+#include "../codec.h"
 
 #ifdef __cplusplus
 extern "C" {

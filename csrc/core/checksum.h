@@ -2,7 +2,7 @@
 #ifndef SID_CHECKSUM_H
 #define SID_CHECKSUM_H
 
-#include "codec.h"
+#include "../codec.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -4,8 +4,8 @@
 
 #include <stddef.h>
 
-#include "sidcomp.h"
-#include "wire.h"
+#include "../sidcomp.h"
+#include "../wire.h"
 
 #ifdef __cplusplus
 extern "C" {

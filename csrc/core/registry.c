@@ -1,17 +1,17 @@
 /* The only place that knows all codecs, memories and exchanges. */
 #include <string.h>
 
+#include "../exchange/exchange.h"
 #include "core.h"
-#include "exchange/exchange.h"
 
 #define SID_CODEC(symbol, cuda) extern const sid_codec sid_codec_##symbol;
-#include "codecs.def"
+#include "../codecs.def"
 #undef SID_CODEC
 #define SID_MEMORY(symbol, cuda) extern const sid_memory sid_memory_##symbol;
-#include "memories.def"
+#include "../memories.def"
 #undef SID_MEMORY
 #define SID_EXCHANGE(symbol, cuda) extern const sid_exchange_kind sid_exchange_##symbol;
-#include "exchanges.def"
+#include "../exchanges.def"
 #undef SID_EXCHANGE
 
 #ifdef SID_WITH_CUDA
@@ -29,7 +29,7 @@ static const struct {
     int cuda;
 } codecs[] = {
 #define SID_CODEC(symbol, cuda) {&sid_codec_##symbol, (cuda) && WITH_CUDA},
-#include "codecs.def"
+#include "../codecs.def"
 #undef SID_CODEC
 };
 
@@ -38,7 +38,7 @@ static const struct {
     int cuda;
 } memories[] = {
 #define SID_MEMORY(symbol, cuda) {&sid_memory_##symbol, (cuda) && WITH_CUDA},
-#include "memories.def"
+#include "../memories.def"
 #undef SID_MEMORY
 };
 
@@ -47,7 +47,7 @@ static const struct {
     int cuda;
 } exchanges[] = {
 #define SID_EXCHANGE(symbol, cuda) {&sid_exchange_##symbol, (cuda) && WITH_CUDA},
-#include "exchanges.def"
+#include "../exchanges.def"
 #undef SID_EXCHANGE
 };
 

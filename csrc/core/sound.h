@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-#include "codec.h"
+#include "../codec.h"
 
 SID_HD int sid_words_sound(const sid_bound *bound, uint32_t count, const uint64_t *words) {
     for (uint32_t i = 0; i < count; i++) {

@@ -2,7 +2,7 @@
 #ifndef SID_CORE_H
 #define SID_CORE_H
 
-#include "codec.h"
+#include "../codec.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,6 +1,6 @@
 /* The CUDA calls of a build without CUDA: each of them says how to get one with it. */
+#include "../sidcomp_cuda.h"
 #include "core.h"
-#include "sidcomp_cuda.h"
 
 #ifndef SID_WITH_CUDA
 #define NO_CUDA(err)                                                                                                   \
