@@ -1,6 +1,6 @@
-/* What ternary.c shares with the kernels: the codec's form, where a payload has what. */
-#ifndef SID_TERNARY_H
-#define SID_TERNARY_H
+/* What terngrad_shared.c shares with the kernels: the codec's form, where a payload has what. */
+#ifndef SID_TERNGRAD_SHARED_H
+#define SID_TERNGRAD_SHARED_H
 
 #include "quant.h"
 

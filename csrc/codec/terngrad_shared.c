@@ -19,7 +19,7 @@
 #include <string.h>
 
 #include "linear.h"
-#include "ternary.h"
+#include "terngrad_shared.h"
 
 /* Between passes and reductions. */
 typedef struct totals {

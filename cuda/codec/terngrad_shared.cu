@@ -1,8 +1,8 @@
-/* terngrad-shared (csrc/codec/ternary.c defines the result). Bytes per float32 element:
+/* terngrad-shared (csrc/codec/terngrad_shared.c defines the result). Bytes per float32 element:
  *     slice 0    13 with a residual (12 of error feedback, and zeros where the codes will be), 5 without a memory
  *     slice 1    5: acc as the memory has stored it, or the gradient, and the codes
  *     decode     5 a sum; 1 more where a memory is to be corrected and there are several */
-#include "codec/ternary.h"
+#include "codec/terngrad_shared.h"
 #include "dense.cuh"
 #include "linear.cuh"
 
