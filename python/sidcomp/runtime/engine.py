@@ -6,35 +6,28 @@ bucket as soon as its gradients are ready (`ready`). The door gets a future for 
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from math import sqrt
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sidcomp import notices
 from sidcomp.config.grouping import Regime
-from sidcomp.config.settings import Settings
-from sidcomp.errors import ArgumentError, RankError, SetupError
-from sidcomp.runtime import announcement, checkpoint, forming
+from sidcomp.errors import RankError
+from sidcomp.runtime import checkpoint
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.clipping import clip
-from sidcomp.runtime.communicator import TOLD, Exchange, connect
-from sidcomp.runtime.cpu_executor import CpuExecutor
-from sidcomp.runtime.cuda_executor import CudaExecutor
-from sidcomp.runtime.executor import Executor
-from sidcomp.runtime.group import Group, ring_bytes
+from sidcomp.runtime.group import Group
 from sidcomp.runtime.growth_check import STEPS, crowded, outgrown
 from sidcomp.runtime.layout import Layout
-from sidcomp.runtime.learning_rates import Key, Rates
-from sidcomp.runtime.members import known
-from sidcomp.runtime.optimizer_watch import Looking, Unfollowed, Watch, scaler_in_use
+from sidcomp.runtime.model import Model
+from sidcomp.runtime.optimizer_watch import scaler_in_use
 from sidcomp.runtime.ranges import profiling
-from sidcomp.runtime.replica_check import ReplicaCheck
-from sidcomp.runtime.step import Step
+from sidcomp.runtime.regrouping import Regrouping
+from sidcomp.runtime.tuner import Tuner
+
+__all__ = ["UNFINISHED", "Engine", "Model", "Tuner"]
 
 Future = torch.futures.Future
 
@@ -57,223 +50,15 @@ _RELOADED = "it has loaded a checkpoint"
 UNFINISHED = "the backward pass before this one did not finish"
 
 
-@dataclass(frozen=True)
-class Model:
-    """The model whose gradients are averaged.
-
-    process_group   the ranks to average over
-    shapes          the shapes of the parameters whose gradients are averaged, by name
-    names           the names of the model's parameters, by id: for the optimizer that is followed. They may
-                    include parameters that are in no bucket.
-    part            which part of a sharded model these ranks have, such as "shard 0 of 4"; "" for all of it
-    plain           what trains it without sidcomp, in messages
-    gradients       the buckets of a step are all gradients of the whole model
-    updates         the buckets hold what each rank's own optimizer did. They are all ready when the first one
-                    is, and each rank keeps its own error
-    beside          bytes that the door itself all-reduces in each step, for a noise correction
-    """
-
-    process_group: dist.ProcessGroup
-    shapes: dict[str, tuple[int, ...]]
-    names: dict[int, str]
-    part: str = ""
-    plain: str = "plain DDP"
-    gradients: bool = False
-    updates: bool = False
-    beside: int = 0
-
-    def speaker(self, rank: int) -> int:
-        """0 on the rank that speaks for all. The ranks of each shard count from 0: those of one speak."""
-        return rank if not self.part or self.part.startswith("shard 0 ") else 1
-
-
-class Tuner(Protocol):
-    """Chooses the regime between steps, for a planned State."""
-
-    def meet(self, engine: "Engine", buckets: Sequence[Bucket], model: Model) -> Regime:
-        """Called before the first groups are made, on all ranks; it may use collectives."""
-
-    def between(self, engine: "Engine", model: Model) -> Regime:
-        """Called before a step: returns the regime from here on. It may use collectives."""
-
-    @property
-    def deferred(self) -> bool:
-        """Whether the groups of the next step wait for its last bucket, so that backward() runs alone."""
-
-    @property
-    def found(self) -> bool:
-        """Whether it has decided. Until then it tries groups."""
-
-    def begin(self, engine: "Engine") -> None:
-        """Called after the groups of the next step have been made."""
-
-    def give_up(self, engine: "Engine", why: str) -> None:
-        """Searches no longer, because steps differ in what they bring: keeps what it has found."""
-
-    def saved(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
-
-
-class Engine:
+class Engine(Regrouping):
     """Does everything between a gradient and its average.
 
     The door calls `form` and `ready` in one thread, in the same order on all ranks; every collective is
     issued there. A group is sent when its last bucket has arrived.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        process_group: dist.ProcessGroup | None = None,
-        tuner: Tuner | None = None,
-    ) -> None:
-        self.settings = settings
-        self.process_group = process_group
-        self.exchange: Exchange | None = None
-        self.executor: Executor | None = None
-        self.layout: Layout | None = None
-        self.resume: checkpoint.Resume | None = None  # a loaded state, until its groups are made
-        self.settled = False  # the buckets will not change any more
-        self.regime = settings.start
-        self.tuner = tuner
-        self.rollback = settings.nonfinite == "rollback"  # groups have two states
-        self.lost = False  # the last step was discarded
-        self.unassigned: checkpoint.Residuals = {}  # of parameters whose groups have no memory now
-        self.rates: Rates | None = None  # learning rates of the optimizers that are followed
-        self.watch: Watch | None = None  # what that optimizer does
-        self.looking: list[Looking] = []  # for optimizers of which something is to be said
-        self.informed = False  # a checkpoint was loaded, or the program knows that there is none
-        self.scale: float | None = None  # AMP's loss scale, if it is known
-        self.closed = False
-        self.control = self.allocations = 0
-        self.place: tuple[int, int] | None = None  # rank and world in checkpoints; None: the exchange's
-        self.pause: Callable[[], None] = lambda: None  # waits until no other thread uses the engine
-        self.farewell: Callable[[], None] = lambda: None  # tells the other ranks that this one leaves
-
-        self.current = Step(settings.seed)
-        self._check: ReplicaCheck | None = None
-        self._kept_groups: list[dict[str, Any]] = []  # the groups of a checkpoint, which stay as they are
-        self._replaced: dict[str, Any] | None = None  # by a checkpoint, since the last step
-        self._stays = True  # the door shows the same buckets in every step, and all of them
-        self._model: Model | None = None
-        self._refuse: Callable[[Layout], None] | None = None  # raises if the door cannot use a layout
-        self._fresh = False  # the layout was made for the next step
-        self._change_at = 0.0  # the step at which a scheduled parameter changes next
-        self._revocable = False  # a step has begun, and has not been discarded
-        # number of steps and rates before the first backward pass of the optimizer's current step
-        self._mark: tuple[int, dict[Key, float]] = (0, {})
-        self._deferred = False  # the groups of this step wait for its last bucket
-        self._timed = False  # and a tuner times backward() alone
-        self._open = False  # a step has begun, and has not ended
-        self._comparing = False  # its first bucket compares the checksums of the step before
-        self._coming: Sequence[int] | None = None  # the buckets that every rank passes in it; None: all
-        self._arrived = 0  # buckets of this step that have arrived
-        self._posted: list[Group] = []  # groups of this step that have been launched
-        self._unable: Exception | None = None  # why this rank cannot encode in this step
-        self.announced = False  # the line that says what is compressed was printed
-        self._growing = 0  # steps of the present groups, up to STEPS: is a memory growing too fast?
-        self._told = False  # a warning has said so
-
-    # ---- queries
-    # -------------------------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """The number of steps begun that were not discarded, also before a checkpoint that was loaded."""
-        return self.current.number
-
-    @property
-    def error(self) -> Exception | None:
-        """The last error of a step."""
-        return self.current.error
-
-    @property
-    def groups(self) -> list[Group]:
-        return self.layout.groups if self.layout is not None else []
-
-    @property
-    def within(self) -> bool:
-        """Whether a step is incomplete: some of its buckets have arrived, others have not."""
-        return self._arrived > 0
-
-    def arrived(self, index: int) -> bool:
-        """Whether the bucket has arrived in the current, incomplete step."""
-        return self.layout is not None and self.layout.buckets[index].arrived
-
-    @property
-    def due(self) -> bool:
-        """Whether the groups must be made anew before the next step."""
-        return self.resume is not None or self.step >= self._change_at
-
-    @property
-    def plain(self) -> str:
-        """What trains the model without sidcomp, in messages."""
-        return self._model.plain if self._model is not None else Model.plain
-
-    @property
-    def beside(self) -> int:
-        """See `Model`."""
-        return self._model.beside if self._model is not None else 0
-
-    @property
-    def speaker(self) -> int:
-        """0 on the rank that speaks for all."""
-        rank = self.exchange.rank if self.exchange is not None else 0
-        return self._model.speaker(rank) if self._model is not None else rank
-
-    @property
-    def updates(self) -> bool:
-        """Whether the buckets hold what optimizers did, and not gradients."""
-        return self._model is not None and self._model.updates
-
-    @property
-    def on_device(self) -> bool:
-        return self.executor is not None and self.executor.on_device
-
     # ---- buckets
     # ------------------------------------------------------------------------------------------------
-
-    def use(self, executor: Executor) -> None:
-        """Uses this executor instead of the one for the buckets' device."""
-        self.executor = executor
-
-    def take(self, settings: Settings, tuner: Tuner | None) -> None:
-        """Takes other settings, before the first groups are made."""
-        assert self.layout is None
-        self.settings, self.tuner, self.regime = settings, tuner, settings.start
-
-    def prepare(self, device: torch.device) -> Executor:
-        """Returns the executor for buckets on this device."""
-        if self.executor is None:
-            self.executor = (
-                CudaExecutor(device, self.current) if device.type == "cuda" else CpuExecutor(self.current)
-            )
-        return self.executor
-
-    def connect(self, model: Model, device: torch.device, what: str) -> Exchange:
-        """Returns the engine's own process group. If there is none, or if the model's has other members now,
-        all ranks make it here together."""
-        parent = self.process_group or model.process_group
-        if self.exchange is None or self.exchange.outdated:
-            exchange = connect(parent, device, what)
-            if not known(parent):  # a member may be new
-                steps = exchange.tell_all(self.step.to_bytes(8, "little"), what)
-                self.current.number = max(int.from_bytes(one, "little") for one in steps)
-            self.move(exchange)
-        assert self.exchange is not None
-        return self.exchange
-
-    @property
-    def outdated(self) -> bool:
-        """Whether the groups must be made anew, because the model's process group has other members now."""
-        return self.exchange is not None and self.exchange.outdated
-
-    def move(self, exchange: Exchange) -> None:
-        """Takes another process group. The next `form` makes the groups for it; their memory stays."""
-        self.quiet()
-        if self.exchange is not None:
-            self.exchange.close()
-        self.exchange = exchange
 
     def form(
         self,
@@ -455,46 +240,6 @@ class Engine:
             for g in due[len(self._posted) :]:
                 self._launch(g, error, withdrawn=True)
 
-    def count_control(self, nbytes: int) -> None:
-        """Counts bytes received that are not gradients."""
-        self.control += nbytes
-
-    def count_reduced(self, nbytes: int) -> None:
-        """Counts an all-reduce of the door's own among the bytes that travelled."""
-        assert self.exchange is not None
-        self.current.wire += ring_bytes(nbytes, self.exchange.world)
-
-    def report(self, error: Exception) -> None:
-        self.current.report(error)
-
-    # ---- groups
-    # -------------------------------------------------------------------------------------------------
-
-    def _between(self) -> None:
-        """Called before the first bucket of a step: makes other groups if the tuner or a schedule asks for
-        it."""
-        fresh, self._fresh = self._fresh, False
-        if fresh:
-            return
-        assert self._model is not None and self.layout is not None
-        if self.tuner is not None:
-            self.quiet()
-            regime = self.tuner.between(self, self._model)
-            if regime != self.regime or self._kept_groups:
-                flushed, self.regime, self._kept_groups = self.regime.flush, regime, []
-                self._growing = 0
-                self._again()
-                if flushed and not regime.flush:
-                    self.unassigned = {}  # at most rounding errors are left
-            self.tuner.begin(self)
-        if self.step >= self._change_at:
-            self._again()
-
-    def _again(self) -> None:
-        """Makes the groups anew for the same buckets."""
-        assert self.layout is not None and self._model is not None
-        self._make(self._model, [b.again() for b in self.layout.buckets])
-
     def meet_others(self, coming: Sequence[int] | None = None) -> None:
         """Takes part, with an error, in the step that a rank begins here which has loaded no checkpoint, if
         this one has: each would wait for the other. Raises RankError if there is such a rank. If all have
@@ -551,127 +296,6 @@ class Engine:
             setattr(self, name, values[name])
         self.current.number = values["step"]
         return mine
-
-    def _turn(self) -> None:
-        """Gives the groups the form of the coming step: full precision, or not."""
-        assert self.layout is not None and self.executor is not None
-        if self.settings.full(self.step) is not self.layout.full:
-            self.layout.full = not self.layout.full
-            for g in self.layout.groups:
-                if g.has_full:
-                    self.executor.turn(g)
-
-    def _make(self, model: Model, buckets: Sequence[Bucket], at: str = "") -> None:
-        device = buckets[0].buffer.device
-        exchange = self.connect(model, device, "the first backward pass")
-        executor = self.prepare(device)
-        self.quiet()
-        if self.tuner is not None and self.layout is None:
-            self._model = model  # which says who speaks
-            self.regime = self.tuner.meet(self, buckets, model)
-
-        def make() -> Layout:
-            if self.resume is not None:
-                self.resume.check_part(model.part)
-                self.resume.check(model.shapes)
-            layout = forming.make_layout(
-                self.settings,
-                model.shapes,
-                self.regime,
-                self._kept_groups,
-                list(buckets),
-                exchange,
-                executor,
-                self.step,
-                self.rollback,
-            )
-            if self.resume is not None:
-                self.resume.fit(layout)
-            if self._refuse is not None:
-                self._refuse(layout)
-            if self.rates is not None:
-                self.rates.bind(model.names, layout.groups)
-            return layout
-
-        what = f"the backward pass of step {self.step}, in which ranks form their groups"
-        if self.resume is not None:
-            what += " for the checkpoint that they have loaded"
-        header = forming.header(self.settings, exchange, self.step) + at
-        loaded = self.resume.source["step"] if self.resume is not None else None
-        keeps = self.resume is not None or self.layout is not None
-        layout, anyone_keeps = forming.agreed(exchange, make, header, what, loaded, keeps)
-        self.control += TOLD * exchange.world
-        check = ReplicaCheck(layout.groups, exchange)
-        parent = self.process_group or model.process_group
-        executor.connect(self.settings, layout.groups, exchange, parent, check)
-        executor.lead()  # what has cleared the residuals of a step that was discarded comes first
-        if anyone_keeps:  # not what this rank alone knows: all ranks must take part, or none
-            kept = self.resume or checkpoint.carry(self.groups, self.rates)
-            kept.residuals = {**self.unassigned, **kept.residuals}
-            what = "take over its residuals" if self.resume is None else "load its checkpoint"
-            forming.together(exchange, partial(kept.place, layout, exchange, self.rates), what)
-            self.control += TOLD * exchange.world
-            if self.tuner is not None:
-                held = {name for g in layout.groups if g.plan.vectors for name in g.names}
-                self.unassigned = {name: r for name, r in kept.residuals.items() if name not in held}
-        self.resume = None
-        self._change_at = self.settings.next_change(self.step, self.regime)
-        self.allocations += sum(g.allocations for g in layout.groups)
-        self.layout, self._check, self._model = layout, check, model
-        self._revocable = False  # the former states no longer exist
-        self._announce(model, exchange)
-
-    def _announce(self, model: Model, exchange: Exchange) -> None:
-        """Says what is compressed, once. A tuner that has chosen plain DDP says so itself."""
-        if self.announced or (self.tuner is not None and not self.tuner.found):
-            return
-        speaker = self.speaker
-        if any(map(announcement.compressed, self.groups)):
-            self.announced = True
-            said = announcement.line(
-                self.settings,
-                model.shapes,
-                self.groups,
-                exchange.world,
-                model.plain,
-                model.beside,
-                model.updates,
-            )
-            notices.say(said, speaker)
-        elif self.tuner is None:
-            self.announced = True
-            text = announcement.nothing(self.settings, model.shapes, self.groups)
-            if self.settings.lossy:
-                notices.warn(text, speaker)
-            else:
-                notices.say(text, speaker)
-
-    def follow(self, rates: Rates | None, watch: Watch | None) -> None:
-        """Follows these optimizers from the next step on; None: no optimizer."""
-        self.quiet()
-        if rates is not None and self._model is not None:
-            rates.locate(self._model.names)
-        if rates is not None and self.rates is not None:
-            if not rates.parameters & self.rates.parameters:
-                raise ArgumentError(
-                    "follow: the State follows an optimizer of other parameters already: give all "
-                    "optimizers in one call, follow([a, b]), or end it with follow(None) first"
-                )
-            rates.last = self.rates.last
-        if rates is not None and self._model is not None:
-            rates.bind(self._model.names, self.groups)
-        if self.watch is not None:
-            self.watch.close()
-        self.stop_looking(Unfollowed)
-        self.rates, self.watch = rates, watch
-        if watch is not None and watch.scaler is not None:
-            self.guarded()
-
-    def stop_looking(self, kind: type[Looking] = Looking, over: bool = False) -> None:
-        """Ends what looks for optimizers. over: only what has found one."""
-        for one in [x for x in self.looking if isinstance(x, kind) and (x.over or not over)]:
-            one.remove()
-            self.looking.remove(one)
 
     # ---- a step
     # -------------------------------------------------------------------------------------------------
@@ -750,96 +374,6 @@ class Engine:
                     notices.warn(text, self.exchange.rank)
                     self._told = True
         self._growing += 1
-
-    def quiet(self) -> None:
-        """Waits for the callbacks of the last step. Then discards that step if it was not finite or failed,
-        or if the scaler that is followed has skipped it."""
-        self.current.wait()
-        if self._revocable:
-            if self.rollback and self.executor is not None:
-                self.current.nonfinite, self.current.failed = self.executor.outcome(self._posted)
-            bad = self.current.nonfinite or self.current.failed
-            if bad or (self.watch is not None and self.watch.skipped):
-                self.throw_away()
-        self.current.nonfinite = self.current.failed = False
-
-    def throw_away(self) -> None:
-        """Discards the last step. If groups have two states, their memory, the number of steps and the rates
-        are then as before it. Otherwise a group clears its residual, because it can no longer separate it
-        from the gradient that was added. A group that was not finite has already removed its gradient."""
-        self._revocable, self.lost = False, True
-        number, rates = self._mark
-        in_place = [g for g in self.groups if g.stage.sent and not g.moved]
-        if in_place:
-            assert self.executor is not None
-            self.executor.forget(in_place, several=self.step > number + 1)
-        for g in self.groups:
-            if not g.direct:
-                g.states.go_back()
-        if self.rollback:
-            if self.rates is not None:
-                self.rates.last = rates
-                for g in self.groups:
-                    g.stage.go_back()
-            if not self.current.failed:  # which may be so on some ranks only
-                self.current.number = number
-
-    def keep(self) -> None:
-        """The last step stays, unless it was not finite: `take_back` does not discard it any more."""
-        self.quiet()
-        self._revocable = False
-
-    def take_back(self) -> None:
-        """Discards the last step, unless it has been discarded."""
-        self.quiet()
-        if self._revocable:
-            self.throw_away()
-
-    def skip(self) -> None:
-        """Discards the last step, which the program has skipped."""
-        self.quiet()
-        if self._revocable:
-            self.throw_away()
-        elif not self.lost:
-            raise SetupError(
-                "skip() discards the step of the last backward(), and there is none: call it after "
-                "backward(), before the next one and before load_state_dict()"
-            )
-
-    def guarded(self) -> None:
-        """Gives groups two states, because a scaler may skip steps; not if `nonfinite` is set."""
-        if self.rollback or self.settings.nonfinite is not None:
-            return
-        self.rollback = True
-        for g in self.groups:
-            assert self.executor is not None
-            if not g.direct:
-                self.allocations += self.executor.keep_two(g)
-
-    def rescale(self, factor: float) -> None:
-        """Multiplies the memory of all groups."""
-        self.quiet()
-        for g in self.groups:
-            for state in g.states.live if g.plan.vectors else ():
-                with g.host_state(True, state) as address:
-                    g.plan.rescale(address, factor)
-        self.unassigned = checkpoint.rescaled(self.unassigned, factor)
-        if self.resume is not None:
-            self.resume.rescale(factor)
-
-    def update_scale(self, scale: float) -> None:
-        """Takes the loss scale of the next gradients, and rescales the memory of all groups to it."""
-        if self.scale is not None and scale != self.scale:
-            self.rescale(scale / self.scale)
-        self.scale = scale
-
-    def counts(self) -> bool:
-        """Whether the last step was not discarded, and no payload of it was invalid: on a device the
-        next step reports that. Waits for the device. Call it after quiet()."""
-        if self.on_device and self.layout is not None:
-            assert self.executor is not None
-            self.lost = self.lost or any(self.executor.outcome(self._posted))
-        return not self.lost
 
     # ---- checkpoints
     # --------------------------------------------------------------------------------------------

@@ -1,0 +1,35 @@
+"""Who chooses an engine's groups from step to step: the controller of a planned State."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from sidcomp.config.grouping import Regime
+from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.model import Model
+
+
+class Tuner(Protocol):
+    """Chooses the regime between steps, for a planned State. It gets the Engine."""
+
+    def meet(self, engine: Any, buckets: Sequence[Bucket], model: Model) -> Regime:
+        """Called before the first groups are made, on all ranks; it may use collectives."""
+
+    def between(self, engine: Any, model: Model) -> Regime:
+        """Called before a step: returns the regime from here on. It may use collectives."""
+
+    @property
+    def deferred(self) -> bool:
+        """Whether the groups of the next step wait for its last bucket, so that backward() runs alone."""
+
+    @property
+    def found(self) -> bool:
+        """Whether it has decided. Until then it tries groups."""
+
+    def begin(self, engine: Any) -> None:
+        """Called after the groups of the next step have been made."""
+
+    def give_up(self, engine: Any, why: str) -> None:
+        """Searches no longer, because steps differ in what they bring: keeps what it has found."""
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
