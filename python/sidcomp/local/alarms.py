@@ -36,15 +36,20 @@ class OwnGradients:
         self._parameters, self._group = list(parameters), group
         self._left = _LOOKS if dist.get_world_size(group) > 1 else 0
         self._equal = 0  # of the exchanges that were looked at
+        self._mine: list[int] = []
 
-    def look(self, updates: Sequence[torch.Tensor]) -> None:
-        """Call it on all ranks, before an exchange of these updates. Raises SetupError on all of them."""
-        if not self._left:
+    def note(self, updates: Sequence[torch.Tensor]) -> None:
+        """An exchange of these updates begins."""
+        if self._left:
+            gradients = [own_part(p.grad) for p in self._parameters if p.grad is not None]
+            self._mine = [_digest(gradients), _digest(updates)]
+
+    def compare(self) -> None:
+        """Called on all ranks after an exchange that has not failed. Raises SetupError on all of them."""
+        mine, self._mine = self._mine, []
+        if not mine:
             return
-        gradients = [own_part(p.grad) for p in self._parameters if p.grad is not None]
-        mine = [_digest(gradients), _digest(updates)]
-        device = updates[0].device if "nccl" not in dist.get_backend(self._group) else gradients[0].device
-        message = torch.tensor(mine, dtype=torch.int64, device=device)
+        message = torch.tensor(mine, dtype=torch.int64, device=own_part(self._parameters[0]).device)
         told = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
         with exchanging("comparing what the ranks' gradients are"):
             dist.all_gather(told, message, group=self._group)

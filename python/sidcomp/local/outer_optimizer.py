@@ -24,6 +24,9 @@ class Outer(Protocol):
     def move(self, which: Sequence[int]) -> None:
         """Moves the points of these indices; their updates hold the mean, and may be overwritten."""
 
+    def reset(self) -> None:
+        """Forgets the means of before."""
+
     def state_dict(self) -> dict[str, Any] | None: ...
 
     def check(self, saved: Any) -> None:
@@ -84,6 +87,10 @@ class Averaging:
     def move(self, which: Sequence[int]) -> None:
         for i in which:
             self._vectors[i].point.sub_(self._vectors[i].update)
+
+    def reset(self) -> None:
+        for x in self.vectors:
+            x.zero_()
 
     def state_dict(self) -> dict[str, Any] | None:
         return None
@@ -156,6 +163,9 @@ class Torchs:
         self._made.step()
         for i in which:
             self._vectors[i].point.grad = None
+
+    def reset(self) -> None:
+        self._made.state.clear()
 
     def state_dict(self) -> dict[str, Any] | None:
         return copy.deepcopy(self._made.state_dict())

@@ -349,7 +349,7 @@ class Updates:
         for n in which:
             self.vectors[n].measure()
             self.vectors[n].mark() if self.delay else None
-        self._own.look(updates)
+        self._own.note(updates)
         beside = self._correction.apply(which, samples=0 in together)
         if self.shards.part and not self.shards.peers.all_agree(finite(updates)):
             for update in updates:  # so that the ranks of all shards discard it
@@ -384,6 +384,7 @@ class Updates:
         with self.shards.peers.together(self._fail):
             for future in futures:
                 future.wait()
+        self._own.compare()
         if self.delay:  # else nothing has happened since the launch
             self._find()
         if self.error == "parameters":
@@ -562,6 +563,7 @@ class Updates:
         self._futures, self.flying = [], []
         self._find()
         self.state.engine.restart()
+        self.outer.reset()
         for v in self.vectors:
             v.start()
 

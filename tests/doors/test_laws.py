@@ -1,0 +1,322 @@
+"""What holds wherever updates are sent: in force or said, no NaN for ever, and parameters that the program
+sets itself are a new start."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from contextlib import redirect_stderr
+from functools import partial
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from harness import run
+from test_compress import adamw, alike, backward, flat, network, sgd, train
+from torch.nn.parallel import DistributedDataParallel
+
+SGD_OUTSIDE = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+KINDS: dict[str, dict[str, Any]] = {
+    "parameters": {"codec": "topk", "density": 0.3},
+    "every": {"codec": "int4", "every": 3},
+    "delay": {"codec": "int4", "every": 3, "delay": 2},
+    "memory": {"codec": "int4", "options": sidcomp.Options(error="memory")},
+    "parts": {"codec": "int4", "every": 4, "parts": 2},
+    "outer": {"codec": "none", "every": 2, "outer": partial(torch.optim.SGD, lr=0.7, momentum=0.3)},
+}
+
+
+def caught(do: Any) -> str:
+    try:
+        do()
+    except sidcomp.errors.SidcompError as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+# ---- in force or said
+# ------------------------------------------------------------------------------------------------------------
+
+
+def around_ddp(rank: int, world: int, how: str) -> str:
+    """The module is given bare, and something else averages its gradients."""
+    module = network()
+    ddp = DistributedDataParallel(module)
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, "int4"):
+
+        def loop() -> None:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                backward(ddp if how == "ddp" else module, 0 if how == "same batches" else rank, step)
+                for p in module.parameters() if how == "all-reduce" else ():
+                    dist.all_reduce(p.grad)
+                optimizer.step()
+
+        return caught(loop)
+
+
+STEPS = 12
+
+
+@pytest.mark.parametrize("how", ["ddp", "all-reduce", "same batches", "own"])
+def test_gradients_that_something_else_averages(how: str) -> None:
+    for said in run(around_ddp, 2, how):
+        assert ("SetupError: all ranks had the same gradients" in said) is (how != "own"), said
+
+
+class Communicating(torch.optim.SGD):
+    """Averages gradients itself, into tensors of its own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        own = [p.grad.clone() for g in self.param_groups for p in g["params"]]
+        mean = [g.clone() for g in own]
+        for g in mean:
+            dist.all_reduce(g)
+        with torch.no_grad():
+            for p, g in zip((p for of in self.param_groups for p in of["params"]), mean, strict=True):
+                p.sub_(g, alpha=0.1)
+
+
+def communicates(rank: int, world: int) -> str:
+    module = network()
+    optimizer = Communicating(module.parameters(), lr=0.1)
+    with sidcomp.compress(module, optimizer, "int4"):
+        return caught(lambda: train(module, optimizer, rank, range(STEPS)))
+
+
+def test_an_optimizer_that_communicates_itself_is_refused() -> None:
+    for said in run(communicates, 2):
+        assert "SetupError: the ranks' gradients differ, and all optimizers did the same" in said
+
+
+def toggled(rank: int, world: int, toggles: bool) -> tuple[str, torch.Tensor, bool]:
+    """The idiom of many GPT scripts: micro-steps, of which the last one averages."""
+    ddp = DistributedDataParallel(network())
+    optimizer = adamw(ddp)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            for micro in range(2):
+                if toggles:
+                    ddp.require_backward_grad_sync = micro == 1
+                backward(ddp, rank, 2 * step + micro)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    with sidcomp.compress(ddp, optimizer, "int4", updates=True) as it:
+        said = caught(loop)
+        different = not alike(flat(ddp))
+        with it.common() as module:
+            return said, flat(module), different
+
+
+def test_a_loop_that_toggles_ddps_averaging_changes_nothing() -> None:
+    plain, toggling = run(toggled, 2, False), run(toggled, 2, True)
+    for a, b in zip(plain, toggling, strict=True):
+        assert not a[0] and not b[0] and a[2] and b[2]
+        assert torch.equal(a[1], b[1])
+
+
+# ---- arguments
+# ------------------------------------------------------------------------------------------------------------
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "every": {"every": 4}, "delay": {"every": 2, "delay": 1}, "parts": {"every": 2, "parts": 2},
+    "outer": {"every": 2, "outer": SGD_OUTSIDE}, "codec": {"every": 2, "codec": "int8"},
+    "outer rate": {"every": 2, "outer": partial(torch.optim.SGD, lr=0.5)},
+    "noise_correction": {"every": 2, "options": sidcomp.Options(noise_correction=False)},
+    "error": {"every": 2, "options": sidcomp.Options(error="memory")},
+    "seed": {"every": 2, "options": sidcomp.Options(seed=7)},
+    "optimizer": {"every": 2},
+}  # fmt: skip
+
+
+def differing(rank: int, world: int, name: str) -> str:
+    module = network()
+    arguments: dict[str, Any] = {"codec": "int4", "every": 2}
+    make = adamw
+    if name == "outer rate":
+        arguments["outer"] = SGD_OUTSIDE
+    if rank == 1:
+        arguments |= OTHERS[name]
+        make = sgd if name == "optimizer" else adamw
+
+    def loop() -> None:
+        optimizer = make(module)
+        with sidcomp.compress(module, optimizer, **arguments):
+            train(module, optimizer, rank, range(4))
+
+    return caught(loop)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_with_other_arguments_are_refused(name: str) -> None:
+    for said in run(differing, 2, name):
+        assert said.startswith(("SetupError: ", "RankError: ")) and "rank 1" in said, said
+
+
+# ---- a NaN is not for ever
+# ------------------------------------------------------------------------------------------------------------
+
+
+class Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def one_nan(rank: int, world: int, kind: str, often: bool) -> dict[str, Any]:
+    module, log = network(), Log()
+    logging.getLogger("sidcomp").addHandler(log)
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, **KINDS[kind]) as it:
+        losses = []
+
+        def loop() -> None:
+            for step in range(36):
+                optimizer.zero_grad()
+                losses.append(backward(module, rank, step))
+                if rank == 1 and (often or step == 9):
+                    next(module.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
+                optimizer.step()
+
+        said = caught(loop)
+        moments = [x for of in optimizer.state.values() for x in of.values()]
+        return {
+            "said": said, "losses": losses, "discarded": it.stats()["discarded"], "log": log.lines,
+            "finite": all(bool(torch.isfinite(x).all()) for x in moments), "page": str(it),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_on_one_rank_is_said_and_passes(kind: str) -> None:
+    for rank, r in enumerate(run(one_nan, 2, kind, False)):
+        assert not r["said"] and r["discarded"] == 1 and r["finite"]
+        assert all(x == x for x in r["losses"][14:]) and r["losses"][-1] < 0.7 * r["losses"][0]
+        assert any("optimizer of rank 1 did was not finite" in line for line in r["log"]) is (rank == 0)
+        assert "1 exchanges did not count" in r["page"]
+
+
+def test_a_nan_in_every_step_ends_the_run() -> None:
+    for r in run(one_nan, 2, "parameters", True):
+        assert r["said"].startswith("ExchangeError: 4 exchanges in a row") and "rank 1" in r["said"]
+
+
+# ---- parameters that the program sets
+# ------------------------------------------------------------------------------------------------------------
+
+
+def best_again(rank: int, world: int, kind: str) -> tuple[float, float, bool]:
+    """Trains, goes back to the best parameters, and trains on."""
+    module = network()
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, **KINDS[kind]) as it:
+        train(module, optimizer, rank, range(5))
+        with it.common():
+            best = copy.deepcopy(module.state_dict())
+            at = flat(module)
+        train(module, optimizer, rank, range(5, 11))
+        away = float((flat(module) - at).norm())
+        module.load_state_dict(best)
+        optimizer.zero_grad()
+        train(module, torch.optim.SGD(module.parameters(), lr=0.0), rank, range(1))  # not one of ours
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-6
+        train(module, optimizer, rank, range(11, 23))
+        it.average()
+        return away, float((flat(module) - at).norm()), alike(flat(module))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loading_the_best_parameters_is_a_new_start(kind: str) -> None:
+    for away, end, equal in run(best_again, 2, kind):
+        assert equal and end < 1e-3 < 0.1 < away, (away, end)
+
+
+def on_one_rank(rank: int, world: int, kind: str) -> str:
+    module = network()
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, **KINDS[kind]):
+        train(module, optimizer, rank, range(6))
+        if rank == 1:
+            module.load_state_dict(network(seed=3).state_dict())
+        return caught(lambda: train(module, optimizer, rank, range(6, 20)))
+
+
+@pytest.mark.parametrize("kind", ["parameters", "every", "memory", "outer"])
+def test_loading_on_one_rank_alone_is_an_error_on_all(kind: str) -> None:
+    for said in run(on_one_rank, 2, kind):
+        assert "RankError" in said and "loaded a checkpoint" in said, said
+
+
+def swapped(rank: int, world: int, swaps: bool) -> torch.Tensor:
+    """Averaged parameters are swapped in to evaluate, and the own ones back."""
+    module = network()
+    averaged = copy.deepcopy(module.state_dict())
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, "topk", density=0.1) as it:
+        for step in range(STEPS):
+            train(module, optimizer, rank, range(step, step + 1))
+            if swaps and rank == 0:
+                own = copy.deepcopy(module.state_dict())
+                module.load_state_dict(averaged)
+                module.load_state_dict(own)
+        with it.common():
+            return flat(module)
+
+
+def test_averaged_parameters_may_be_swapped_in_and_out() -> None:
+    assert torch.equal(run(swapped, 2, False)[0], run(swapped, 2, True)[0])
+
+
+def set_by_hand(rank: int, world: int) -> tuple[str, float]:
+    module = network()
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, "topk", density=0.1) as it:
+        train(module, optimizer, rank, range(5))
+        other = network(seed=9)
+        with torch.no_grad():
+            for p, q in zip(module.parameters(), other.parameters(), strict=True):
+                p.copy_(q)
+        it.restart()
+        with it.common():
+            off = float((flat(module) - flat(other)).norm())
+        return caught(lambda: train(module, optimizer, rank, range(5, 8))), off
+
+
+def test_restart_takes_the_parameters_as_they_are() -> None:
+    assert run(set_by_hand, 2) == [("", 0.0)] * 2
+
+
+# ---- leaving
+# ------------------------------------------------------------------------------------------------------------
+
+
+def leaving(rank: int, world: int, averages: bool) -> tuple[str, float]:
+    module, said = network(), io.StringIO()
+    optimizer = adamw(module)
+    it = sidcomp.compress(module, optimizer, "int4", every=4)
+    train(module, optimizer, rank, range(6))
+    if averages:
+        it.average()
+    with redirect_stderr(said):
+        it.close()
+        it.close()
+    before = flat(module)
+    train(module, optimizer, rank, range(6, 8))  # exchanges nothing
+    return said.getvalue(), float((flat(module) - before).norm())
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_closing_says_how_far_the_ranks_are_apart(averages: bool) -> None:
+    for rank, (said, moved) in enumerate(run(leaving, 2, averages)):
+        assert moved > 0
+        assert ("closed after 6 steps without run.average()" in said) is (rank == 0 and not averages)
+        assert said.count("closed") <= 1
