@@ -1,115 +1,38 @@
 """State: the object that a user registers with a DDP model."""
 
-import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sidcomp import notices
-from sidcomp.autotune import journal, report
-from sidcomp.autotune.controller import Controller
-from sidcomp.autotune.outcome import Report
-from sidcomp.config import accuracy as accuracy_of
-from sidcomp.config import optimizer_check, presets
-from sidcomp.config.grouping import PLANNED, Groups, Regime, check_lists
+from sidcomp.autotune import report
+from sidcomp.autotune.controller import controller_for, resumed
+from sidcomp.autotune.ending import Ending
+from sidcomp.config import presets
+from sidcomp.config.grouping import Groups, check_lists
+from sidcomp.config.kinds import above_zero
 from sidcomp.config.policy import Exclude, Rules
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.config.settings import Candidates, Settings
-from sidcomp.errors import ArgumentError, CheckpointError, ParameterError, SetupError, UnsupportedError
+from sidcomp.errors import ArgumentError, CheckpointError, ParameterError, SetupError
+from sidcomp.optimizer_fit import OptimizerFit
 from sidcomp.planner import plan_plot
 from sidcomp.planner.profile import Profile
 from sidcomp.runtime import checkpoint
-from sidcomp.runtime.engine import Engine, Model
-from sidcomp.runtime.group import Group
-from sidcomp.runtime.learning_rates import Rates
-from sidcomp.runtime.members import known
-from sidcomp.runtime.optimizer_watch import Resumed, Unfollowed, Watch
-from sidcomp.runtime.optimizers import Optimizers, chains, enabled, goes_on
+from sidcomp.runtime.door import Door
+from sidcomp.runtime.engine import Engine
+from sidcomp.runtime.members import check_ranks, known, over_unknown
+from sidcomp.runtime.optimizers import Optimizers
 from sidcomp.runtime.scalars import Scalars
-from sidcomp.runtime.step import Step
+from sidcomp.runtime.statistics import statistics
 
 
-class Door(Protocol):
-    """Connects a State with a model: it hands the model's gradients to the State's engine."""
-
-    @property
-    def model(self) -> Model: ...
-
-    @property
-    def open(self) -> bool:
-        """Whether the model still exists."""
-
-    def reset(self, error: Exception) -> None:
-        """Forgets the current step, which has been abandoned."""
-
-    def before_forward(self, function: Callable[..., None]) -> "torch.utils.hooks.RemovableHandle":
-        """Calls `function` before each forward pass."""
-
-
-def _above_zero(x: Any) -> float | None:
-    """Returns a number as a float, also if it is a tensor's or numpy's; None if it is none that is finite and
-    greater than 0."""
-    if isinstance(x, str | bytes | bool):
-        return None
-    try:
-        value = float(x)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-    return value if 0 < value < float("inf") else None
-
-
-# The optimizers that have stepped beside a State in this process.
-_met: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
-
-
-class _Ending:
-    """What is to be said when a State is closed, or was collected. It does not keep the State alive."""
-
-    def __init__(self, what: str, step: Step) -> None:
-        self.what, self._step = what, step
-        self.controller: Controller | None = None
-        self.copied = False  # no model has it, and it is a copy, or a copy of it may be what trains
-
-    def collected(self) -> None:
-        """The State was not closed. Nothing is said in a process that is no rank of several, as in a
-        notebook, or that an error has ended."""
-        here = dist.is_available() and dist.is_initialized()
-        world = dist.get_world_size() if here else int(os.environ.get("WORLD_SIZE", "1"))
-        rank = dist.get_rank() if here else int(os.environ.get("RANK", "0"))
-        if world > 1 and getattr(sys, "last_value", None) is None:
-            self.speak("was collected", rank, raises=False)
-
-    def speak(self, how: str, rank: int, raises: bool = True) -> None:
-        """how: how the State ended."""
-        steps, c = self._step.number, self.controller
-        if self.copied:
-            return
-        if not steps:
-            notices.warn(
-                f"{self.what} {how} after 0 steps: no gradient has reached it, and nothing was compressed. "
-                "Register it with the model that trains: sidcomp.register(ddp, state), or "
-                "sidcomp.fsdp.compress(model, state)",
-                rank,
-                raises=raises,
-            )
-        elif c is not None and not c.report.why:
-            notices.warn(
-                f"{self.what} {how} after {steps} steps, before it had decided (it was {c.report.stage}): "
-                "nothing was compressed but in trials. Train for more steps, give it the profile= of an "
-                "earlier run, or name a codec",
-                rank,
-                raises=raises,
-            )
-
-
-class State:
+class State(OptimizerFit):
     """Compresses the gradients of one DDP model.
 
         state = sidcomp.State("auto")
@@ -266,24 +189,15 @@ class State:
             "nonfinite": nonfinite, "clip_gradient": clip_gradient, "Y": Y, "alpha": alpha,
             "accuracy": accuracy,
         }  # fmt: skip
+        super().__init__()
         self._codec = codec, parameters
         self.settings = Settings.parse(codec, parameters, **self._arguments)
-        if profile is not None and not self.settings.planned:
-            raise ArgumentError(
-                f'profile= needs codec="auto" or groups in {PLANNED}; groups={groups!r} plans nothing: leave '
-                "profile out"
-            )
-        if profile is not None and not isinstance(profile, Profile):
-            profile = Profile.load(profile)
-        tuner = Controller(self.settings, profile) if self.settings.planned else None
+        tuner = controller_for(self.settings, groups, profile)
         self._engine = Engine(self.settings, process_group, tuner)
         self._door: Door | None = None
         self._scalars = Scalars()
         self._closed: dict[str, Any] | None = None  # the last stats
-        self._forward: torch.utils.hooks.RemovableHandle | None = None
-        self._checked: list[Callable[[], object]] = []  # the optimizers that check_optimizer has seen
-        self._warned = False  # of an optimizer that should be followed
-        self._ending = _Ending(f'State("{codec}")' if codec is not None else "State()", self._engine.current)
+        self._ending = Ending(f'State("{codec}")' if codec is not None else "State()", self._engine.current)
         self._ending.controller = tuner
         self._finalizer = weakref.finalize(self, self._ending.collected)
 
@@ -328,22 +242,10 @@ class State:
         self._open()
         model = door.model
         if model.process_group is not None and not known(model.process_group):
-            self._check_unknown()
+            self.settings = self._engine.settings = over_unknown(self.settings)
+            self._engine.guarded()  # a member may end within a step
         if (given := self._engine.process_group) is not None:
-            if not isinstance(given, dist.ProcessGroup):
-                raise SetupError(
-                    f"State(process_group={given!r}) is no process group of which this rank is a member: "
-                    "give one that torch.distributed.new_group returned on a member, or leave it out"
-                )
-            mine, its = (
-                dist.get_process_group_ranks(g) if known(g) else type(g).__name__
-                for g in (given, model.process_group)
-            )
-            if given is not model.process_group and (mine != its or isinstance(mine, str)):
-                raise SetupError(
-                    f"State(process_group=...) has the ranks {mine}, but DDP averages over {its}: give "
-                    "both the same process group"
-                )
+            check_ranks(given, model.process_group)
         # These raise here, not in backward(), if a rule or a name fits no parameter.
         self.settings.policy.roles = roles
         self.settings.assign(model.shapes)
@@ -362,24 +264,6 @@ class State:
         self._ending.copied = False
         self._watch_forward()
         self._look_for_optimizer(model)
-
-    def _check_unknown(self) -> None:
-        """Raises UnsupportedError for what does not go over a process group that torch.distributed does not
-        know, whose members may change."""
-        own, p = self.settings, self._engine
-        text = "torch.distributed does not know the process group, whose members may change between steps"
-        if own.planned:
-            raise UnsupportedError(
-                f"{text}, so no plan would hold, and groups={own.groups!r} are planned: name a codec and "
-                "groups"
-            )
-        if named := [c.choice.exchange.name for c in own.candidates if c.choice is not None]:
-            raise UnsupportedError(
-                f"{text}, so ranks send no messages to each other, as exchange={named[0]!r} does: leave "
-                "exchange out"
-            )
-        self.settings = p.settings = replace(own, gathers=True)
-        p.guarded()  # a member may end within a step
 
     def _open(self) -> None:
         if self._closed is not None:
@@ -420,26 +304,7 @@ class State:
         """
         if self._closed is not None:
             return self._closed
-        p = self._engine
-        groups = [self._group_stats(g) for g in p.layout.groups] if p.layout else []
-        n = sum(g["n"] for g in groups)
-        seconds = [f"{what}_seconds" for what in ("encode", "wait", "decode")]
-        return {
-            "steps": p.current.begun,
-            "world": p.exchange.world if p.exchange else 0,
-            "sent_bytes": p.current.sent,
-            "received_bytes": p.current.received,
-            "dense_bytes": p.current.dense,
-            "control_bytes": p.control,
-            "wire_bytes": round(p.current.wire),
-            "dense_wire_bytes": round(p.current.plain),
-            "ratio": p.current.plain / p.current.wire if p.current.wire else 0.0,
-            "density": sum(g["count"] for g in groups) / n if n else 0.0,
-            **{key: sum(g[key] for g in groups) for key in seconds},
-            "allocations": p.allocations,
-            "state_bytes": sum(len(s.tensor) for g in p.groups if not g.direct for s in g.states.all),
-            "groups": groups,
-        }
+        return statistics(self._engine)
 
     def log(self, norms: bool = True) -> dict[str, float]:
         """Returns a flat dictionary of numbers, of the steps since the last call, for a training log. It is
@@ -464,30 +329,6 @@ class State:
         self._open()
         out = self._scalars.take(self._engine, norms)
         return {**out, "sidcomp/density": self.stats()["density"]} if out else out
-
-    def _group_stats(self, g: Group) -> dict[str, Any]:
-        executor = self._engine.executor
-        sliced = g.in_messages and not g.message_plan.whole  # each slice has statistics of its own
-        s = executor.stats(g) if executor is not None and not sliced else None
-        count = s.count if s is not None else g.n if g.direct else g.plan.k if g.in_messages else 0
-        return {
-            "names": list(g.names),
-            "n": g.n,
-            "dtype": g.dtype,
-            "codec": g.plan.codec,
-            "memory": g.plan.memory,
-            "k": g.plan.k,
-            "count": count,
-            "density": count / g.n,
-            "found": s.found if s is not None else count,
-            "threshold": s.threshold if s is not None else 0.0,
-            "stages": s.stages if s is not None else 0,
-            "sent_bytes": g.bytes_sent,
-            "steps": g.counters.steps,
-            "encode_seconds": g.counters.encode_ns * 1e-9,
-            "wait_seconds": g.counters.wait_ns * 1e-9,
-            "decode_seconds": g.counters.decode_ns * 1e-9,
-        }
 
     # ---- the plan
     # -----------------------------------------------------------------------------------------------
@@ -540,10 +381,7 @@ class State:
 
     def rescale(self, factor: float) -> None:
         """Multiplies the memory's contents by `factor` > 0. Call it on every rank, between two iterations."""
-        value = _above_zero(factor)
-        if value is None:
-            raise ArgumentError(f"rescale(factor={factor!r}): give a finite number greater than 0")
-        self._engine.rescale(value)
+        self._engine.rescale(above_zero(factor, f"rescale(factor={factor!r})"))
 
     def update_scale(self, scale: float) -> None:
         """Sets the loss scale: call `state.update_scale(scaler.get_scale())` after each `scaler.update()`.
@@ -553,12 +391,7 @@ class State:
         From the first scale other than 1 on, nonfinite=None means "rollback". Raises SetupError beside
         LocalError, LocalSteps and Outer, which take the scaler in `step`.
         """
-        value = _above_zero(scale)
-        if value is None:
-            raise ArgumentError(
-                f"update_scale(scale={scale!r}): give a finite number greater than 0, such as "
-                "scaler.get_scale()"
-            )
+        value = above_zero(scale, f"update_scale(scale={scale!r})", "scaler.get_scale()")
         if self._door is not None and self._door.model.updates:
             raise SetupError(
                 "update_scale() rescales residuals of scaled gradients, but what optimizers did is in the "
@@ -626,129 +459,7 @@ class State:
         backward() fail.
         """
         self._open()
-        if optimizer is None and scaler is not None:
-            raise ArgumentError("follow(None, scaler): give the optimizer whose steps the scaler may skip")
-        p = self._engine
-        if optimizer is None:
-            p.follow(None, None)
-            self._watch_forward()
-            return
-        if isinstance(optimizer, list | tuple) and not optimizer:
-            raise ArgumentError("follow([]): give the optimizers that step on these gradients, or None")
-        links = chains(optimizer)
-        optimizers: list[torch.optim.Optimizer] = [each[-1] for each in links]
-        rates = Rates(optimizers)
-        self._suit(optimizers)
-        for each in optimizers:
-            if not self._has_checked(each):
-                self._check(each)
-        p.follow(rates, Watch(links, enabled(scaler)))
-        self._watch_forward()
-
-    def _suit(self, optimizers: "Sequence[torch.optim.Optimizer]") -> None:
-        """Chooses the default codec, or the candidates of "auto", by the optimizers. Once groups have been
-        made it is too late; then the check of the optimizer says what does not fit."""
-        p, old = self._engine, self.settings
-        adaptive = any(map(accuracy_of.adaptive, optimizers))
-        if not old.free or old.adaptive == adaptive or p.layout is not None or p.resume is not None:
-            return
-        self.settings = self._suited(adaptive)
-        tuner = Controller(self.settings, p.tuner.given) if isinstance(p.tuner, Controller) else None
-        p.take(self.settings, tuner)
-        self._ending.controller = tuner
-        names = [candidate.encoding for candidate in self.settings.candidates if not candidate.in_messages]
-        if names != [candidate.encoding for candidate in old.candidates if not candidate.in_messages]:
-            what = (
-                f"{self._ending.what} {'chooses from' if self.settings.auto else 'uses'} {', '.join(names)}"
-            )
-            notices.say(
-                f"beside {' and '.join(type(o).__name__ for o in optimizers)} {what}, to keep the loss "
-                "(docs/accuracy.md, With Adam). sidcomp.LocalError sends fewer bytes",
-                dist.get_rank() if dist.is_initialized() else 0,
-            )
-
-    def _look_for_optimizer(self, model: Model) -> None:
-        """Has `_unsuited` called if Adam steps on the model and the program does not follow it, and `_meet`
-        before the first step, unless the door calls it."""
-        p, own = self._engine, self.settings
-        p.stop_looking()
-        if model.names and not model.updates and not p.current.begun:
-            p.looking.append(Resumed(self._meet, model.names.keys()))
-        costs = own.free and not own.adaptive and accuracy_of.costly(own.accuracy, own.auto) is not None
-        if costs and p.rates is None and not self._warned and model.names and not model.updates:
-            p.looking.append(Unfollowed(self._unsuited, model.names.keys()))
-
-    def _meet(self, optimizer: "torch.optim.Optimizer", beside: str = "") -> None:
-        """Called before the optimizer's first step on the model: says if it goes on from a checkpoint, and
-        what this State kept was not loaded. beside: what else a program of this door saves."""
-        p, door = self._engine, self._door
-        new = optimizer not in _met
-        _met.add(optimizer)
-        keeps = any(candidate.memory.name != "none" for candidate in self.settings.candidates)
-        if p.informed or not new or not keeps or door is None or not goes_on(optimizer, door.model.names):
-            return
-        notices.say(
-            f"{type(optimizer).__name__} has steps behind it, from a checkpoint, and {self._ending.what} has "
-            "none: if the run before was compressed, its residuals are lost, which is what had not been sent "
-            f"yet. Save {beside}state.state_dict() on every rank, beside the optimizer's, and load it before "
-            "the first step (docs/checkpointing.md)",
-            p.speaker,
-        )
-
-    def _unsuited(self, optimizer: "torch.optim.Optimizer") -> None:
-        """Warns of what the codec that nobody named costs with this optimizer."""
-        own = self.settings
-        codec = accuracy_of.costly(own.accuracy, own.auto)
-        if codec is None or own.adaptive or self._has_checked(optimizer):  # or a checkpoint has suited it
-            return
-        self._warned = True
-        now, then = ("may choose", "chooses from") if own.auto else ("uses", "uses")
-        suited = self._suited(adaptive=True).candidates
-        names = ", ".join(c.encoding for c in suited if not c.in_messages)
-        uses = f"{now} {own.candidates[0].encoding}"
-        instead = f"call state.follow(optimizer) before the first step of your program, and it {then} {names}"
-        notices.warn(
-            accuracy_of.warning(optimizer, self._ending.what, uses, codec, instead), self._engine.speaker
-        )
-
-    def _suited(self, adaptive: bool) -> Settings:
-        """The settings beside an optimizer of this kind."""
-        suited = Settings.parse(self._codec[0], {}, **self._arguments, adaptive=adaptive)
-        suited = replace(suited, gathers=self.settings.gathers)
-        suited.policy.roles = self.settings.policy.roles
-        if self._door is not None:
-            suited.assign(self._door.model.shapes)
-        return suited
-
-    def _settings_of(self, state: "dict[str, Any] | Sequence[dict[str, Any]]") -> Settings:
-        """Returns those beside Adam if a checkpoint was made beside it and this State has seen no optimizer
-        yet; else its own."""
-        one = state[0] if isinstance(state, Sequence) and state else state
-        if self.settings.free and not self.settings.adaptive and isinstance(one, dict):
-            suited = self._suited(adaptive=True)
-            made = suited.saved()
-            if all(one.get(key) == made[key] for key in ("codec", "parameters")):
-                return suited
-        return self.settings
-
-    def _has_checked(self, optimizer: "torch.optim.Optimizer") -> bool:
-        return any(seen() is optimizer for seen in self._checked)
-
-    def _check(self, optimizer: "torch.optim.Optimizer") -> None:
-        """Warns of what `check_optimizer` refuses."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        try:
-            optimizer_check.check(self.settings, optimizer, rank=rank)
-        except SetupError as e:
-            notices.warn(str(e), rank)
-
-    def _watch_forward(self) -> None:
-        if self._forward is not None:
-            self._forward.remove()
-            self._forward = None
-        watch, door = self._engine.watch, self._door
-        if watch is not None and watch.on_device and door is not None and door.open:
-            self._forward = door.before_forward(watch.forward)
+        self._follow(optimizer, scaler)
 
     # ---- checkpoints
     # --------------------------------------------------------------------------------------------
@@ -813,8 +524,7 @@ class State:
         if model is not None:
             resume.check_part(model.part)
             (resume.check if strict else resume.adapt)(model.shapes)
-        given = p.tuner.given if isinstance(p.tuner, Controller) else None
-        planned = self._resumed(settings, resume, given) if isinstance(p.tuner, Controller) else None
+        planned = resumed(p.tuner, settings, resume)
         self.settings = p.settings = settings
         p.start_from(resume, planned)  # nothing fails from here on
         if planned is not None:
@@ -824,26 +534,6 @@ class State:
         self._engine.abandon(error, telling)
         if self._door is not None:
             self._door.reset(error)
-
-    def _resumed(
-        self, settings: Settings, resume: checkpoint.Resume, given: Profile | None
-    ) -> tuple[Controller, Regime]:
-        """Returns a controller that continues where the one in a checkpoint stopped."""
-        journal.check(resume.source.get("controller"))
-        controller = Controller(settings, given)
-        try:
-            regime = controller.resume(resume)
-            for f in fields(Report):
-                value, blank = getattr(controller.report, f.name), getattr(Report(), f.name)
-                kind = (dict, Profile, type(None)) if blank is None else (type(blank), int)
-                if not isinstance(value, kind) or isinstance(value, bool):
-                    raise TypeError(f"{f.name} is {value!r}")
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
-            raise CheckpointError(
-                f"the state's controller cannot be resumed ({type(e).__name__}: {e}): the checkpoint is "
-                'damaged; set its "controller" to None to plan anew'
-            ) from e
-        return controller, regime
 
     # ---- the end
     # ------------------------------------------------------------------------------------------------

@@ -11,19 +11,21 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
 from sidcomp import core as _core
 from sidcomp import files, notices
-from sidcomp.autotune import iterations, measurement
+from sidcomp.autotune import iterations, journal, measurement
 from sidcomp.autotune.iterations import Iteration, Order, Script
 from sidcomp.autotune.journal import Journal, digest
 from sidcomp.autotune.monitoring import Monitoring
 from sidcomp.autotune.outcome import COMPARING, FOUND, SETTLED, Report, Watch
-from sidcomp.config.grouping import DENSE, Regime
+from sidcomp.config.grouping import DENSE, PLANNED, Groups, Regime
 from sidcomp.config.settings import PLAIN, Settings
+from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.planner.fusion import VERSION
 from sidcomp.planner.profile import Profile
 from sidcomp.runtime.bucket import Bucket
@@ -332,3 +334,40 @@ class Controller(Monitoring):
             regime, why = yield from self._find_out()
         self._watched = self._fresh_watch()
         yield from self._settled(regime, why)
+
+
+def controller_for(
+    settings: Settings, groups: Groups | None, profile: Profile | str | Path | None
+) -> Controller | None:
+    """Returns a controller if these settings need one. profile: measurements of an earlier run, or their
+    file. Raises ArgumentError if there is one, and groups, as the program gave them, are not planned."""
+    if profile is not None and not settings.planned:
+        raise ArgumentError(
+            f'profile= needs codec="auto" or groups in {PLANNED}; groups={groups!r} plans nothing: leave '
+            "profile out"
+        )
+    if profile is not None and not isinstance(profile, Profile):
+        profile = Profile.load(profile)
+    return Controller(settings, profile) if settings.planned else None
+
+
+def resumed(before: object, settings: Settings, resume: Resume) -> tuple[Controller, Regime] | None:
+    """Returns a controller that continues where the one in a checkpoint stopped, in place of the one before;
+    None if nothing was planned. Raises CheckpointError."""
+    if not isinstance(before, Controller):
+        return None
+    journal.check(resume.source.get("controller"))
+    controller = Controller(settings, before.given)
+    try:
+        regime = controller.resume(resume)
+        for f in fields(Report):
+            value, blank = getattr(controller.report, f.name), getattr(Report(), f.name)
+            kind = (dict, Profile, type(None)) if blank is None else (type(blank), int)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise TypeError(f"{f.name} is {value!r}")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        raise CheckpointError(
+            f"the state's controller cannot be resumed ({type(e).__name__}: {e}): the checkpoint is "
+            'damaged; set its "controller" to None to plan anew'
+        ) from e
+    return controller, regime

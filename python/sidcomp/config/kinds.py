@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
+from typing import Any
 
 from sidcomp.errors import ArgumentError
 
@@ -14,6 +15,26 @@ def is_whole(x: object) -> bool:
 
 def is_number(x: object) -> bool:
     return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def above_zero(x: Any, given: str, such_as: str = "") -> float:
+    """Returns a finite number greater than 0 as a float, also if it is a tensor's or numpy's. Raises
+    ArgumentError if it is something else. given: the argument, for the error. such_as: an example for it."""
+    value = _above_zero(x)
+    if value is None:
+        example = f", such as {such_as}" if such_as else ""
+        raise ArgumentError(f"{given}: give a finite number greater than 0{example}")
+    return value
+
+
+def _above_zero(x: Any) -> float | None:
+    if isinstance(x, str | bytes | bool):
+        return None
+    try:
+        value = float(x)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return value if 0 < value < float("inf") else None
 
 
 def is_list(x: object) -> bool:

@@ -3,12 +3,14 @@ torchft's, are asked themselves, and may be given other members between two step
 
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from sidcomp.errors import SetupError
+from sidcomp.config.settings import Settings
+from sidcomp.errors import SetupError, UnsupportedError
 
 GIVE = (
     "give sidcomp.process_group(group, place=...) a function that returns (rank, size, store), and use what "
@@ -86,3 +88,34 @@ def refuse(group: dist.ProcessGroup, what: str, instead: str) -> None:
             f"{type(group).__name__} is a process group that torch.distributed does not know, such as "
             f"torchft's, and {what}: {instead}"
         )
+
+
+def check_ranks(given: object, averaged: dist.ProcessGroup) -> None:
+    """Raises SetupError unless State(process_group=given) has the ranks over which the model is averaged."""
+    if not isinstance(given, dist.ProcessGroup):
+        raise SetupError(
+            f"State(process_group={given!r}) is no process group of which this rank is a member: "
+            "give one that torch.distributed.new_group returned on a member, or leave it out"
+        )
+    mine, its = (dist.get_process_group_ranks(g) if known(g) else type(g).__name__ for g in (given, averaged))
+    if given is not averaged and (mine != its or isinstance(mine, str)):
+        raise SetupError(
+            f"State(process_group=...) has the ranks {mine}, but DDP averages over {its}: give "
+            "both the same process group"
+        )
+
+
+def over_unknown(own: Settings) -> Settings:
+    """Returns the settings over a process group that torch.distributed does not know, whose members may
+    change. Raises UnsupportedError for what does not go over it."""
+    text = "torch.distributed does not know the process group, whose members may change between steps"
+    if own.planned:
+        raise UnsupportedError(
+            f"{text}, so no plan would hold, and groups={own.groups!r} are planned: name a codec and groups"
+        )
+    if named := [c.choice.exchange.name for c in own.candidates if c.choice is not None]:
+        raise UnsupportedError(
+            f"{text}, so ranks send no messages to each other, as exchange={named[0]!r} does: leave "
+            "exchange out"
+        )
+    return replace(own, gathers=True)
