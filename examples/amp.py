@@ -1,9 +1,9 @@
-"""Automatic mixed precision with a GradScaler, which the State follows.
+"""Automatic mixed precision with a GradScaler.
 
 torchrun --standalone --nproc-per-node 2 examples/amp.py
 
 The scale starts far too high, so the first gradients overflow: every rank skips these steps, and they leave
-no trace in what the State keeps.
+no trace in what is kept for later steps.
 """
 
 import gc
@@ -23,9 +23,8 @@ ddp = DistributedDataParallel(module)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
 scaler = torch.amp.GradScaler(kind, init_scale=2.0**24, growth_interval=50)
 
-state = sidcomp.State("topk", density=0.05)
-sidcomp.register(ddp, state)
-state.follow(optimizer, scaler)  # rescales what is kept with the loss scale, and undoes skipped steps
+# What is kept is rescaled with the loss scale, and skipped steps are undone.
+run = sidcomp.compress(ddp, optimizer, "topk", density=0.05, scaler=scaler)
 
 target = torch.randn(64, 1, device=device)
 torch.manual_seed(1 + dist.get_rank())
@@ -45,7 +44,7 @@ for step in range(201):
 
 finite = all(bool(p.isfinite().all()) for p in ddp.parameters())
 print(f"rank {dist.get_rank()}: the parameters are {'finite' if finite else 'NOT FINITE'}")
-state.close()
+run.close()
 del ddp, optimizer
 gc.collect()
 dist.destroy_process_group()

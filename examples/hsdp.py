@@ -25,9 +25,8 @@ for layer in model:
 fully_shard(model, mesh=mesh)
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-with sidcomp.State("topk", density=0.05, groups="model") as state:
-    sidcomp.fsdp.compress(model, state)
-    state.follow(optimizer)
+options = sidcomp.Options(groups="model")
+with sidcomp.compress(model, optimizer, "topk", density=0.05, options=options) as run:
     target = torch.randn(128, 128, generator=torch.Generator().manual_seed(1)) / 12
     draw = torch.Generator().manual_seed(2 + rank)
     for step in range(60):
@@ -39,7 +38,7 @@ with sidcomp.State("topk", density=0.05, groups="model") as state:
         if rank == 0 and step % 20 == 19:
             print(f"step {step + 1}: loss {loss.item():.4f}")
     if rank == 0:
-        stats = state.stats()
+        stats = run.stats()
         sent, n = stats["sent_bytes"] // stats["steps"], stats["groups"][0]["n"]
         print(f"{sent:,} bytes a step for a shard of {n:,} elements, in {len(stats['groups'])} group")
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The State's figures in a training log: TensorBoard's, if it is installed, otherwise lines on the screen.
+"""Compression in a training log: TensorBoard's, if it is installed, otherwise lines on the screen.
 
 torchrun --standalone --nproc-per-node 2 examples/log.py
 """
@@ -23,9 +23,7 @@ ddp = DistributedDataParallel(
     torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 8))
 )
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-state = sidcomp.State("topk", density=0.02)
-sidcomp.register(ddp, state)
-state.follow(optimizer)
+run = sidcomp.compress(ddp, optimizer, "topk", density=0.02)
 
 first = dist.get_rank() == 0  # every rank has figures of its own; one is enough
 folder = tempfile.mkdtemp() if first and SummaryWriter is not None else None
@@ -39,7 +37,7 @@ for step in range(1, 101):
     loss.backward()
     optimizer.step()
     if step % 25 == 0 and first:
-        figures = state.log()  # of the 25 steps since the last call
+        figures = run.log()  # of the 25 steps since the last call
         for name, value in figures.items():
             if writer is not None:
                 writer.add_scalar(name, value, step)
@@ -49,7 +47,7 @@ if folder is not None:
 if writer is not None:
     writer.close()
 
-state.close()
+run.close()
 del ddp, optimizer
 gc.collect()
 dist.destroy_process_group()

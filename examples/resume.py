@@ -1,4 +1,4 @@
-"""Save and resume with the memory: the resumed run has the bits of one that was never interrupted.
+"""Save and resume as scripts do that save on rank 0: the resumed run has the bits of one that went on.
 
 torchrun --standalone --nproc-per-node 2 examples/resume.py
 """
@@ -12,55 +12,42 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-Run = tuple[DistributedDataParallel, torch.optim.Optimizer, sidcomp.State]
 
-
-def start() -> Run:
+def train(
+    first: int, last: int, saves: Path | None = None, resumes: Path | None = None
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-    ddp = DistributedDataParallel(module, bucket_cap_mb=0.05)
-    state = sidcomp.State("topk", density=0.01)
-    sidcomp.register(ddp, state)
-    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), state
-
-
-def train(run: Run, first: int, last: int) -> None:
-    ddp, optimizer, _ = run
-    for step in range(first, last):
-        torch.manual_seed(1000 * step + dist.get_rank())
-        x, y = torch.randn(16, 64), torch.randint(10, (16,))
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(ddp(x), y).backward()
-        optimizer.step()
-
-
-def save(file: Path, run: Run) -> None:
-    torch.save([part.state_dict() for part in run], file)
-
-
-def load(file: Path, run: Run) -> None:
-    for part, saved in zip(run, torch.load(file, weights_only=True), strict=True):
-        part.load_state_dict(saved)
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    with sidcomp.compress(ddp, optimizer, "topk", density=0.01) as run:
+        if resumes is not None:
+            saved = torch.load(resumes / "model.pt", weights_only=True)
+            module.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            run.load(resumes)  # on every rank, after the model and the optimizer
+        for step in range(first, last):
+            torch.manual_seed(1000 * step + dist.get_rank())
+            x, y = torch.randn(16, 64), torch.randint(10, (16,))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(ddp(x), y).backward()
+            optimizer.step()
+            if saves is not None and step == 9:
+                if dist.get_rank() == 0:
+                    both = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save(both, saves / "model.pt")
+                run.save(saves)  # on every rank: each has a residual of its own
+    return [p.detach().clone() for p in module.parameters()]
 
 
 dist.init_process_group("gloo")
-with tempfile.TemporaryDirectory() as folder:
-    file = Path(folder) / f"rank{dist.get_rank()}.pt"  # every rank its own: the residuals differ
-    run = start()
-    train(run, 0, 10)
-    save(file, run)
-    train(run, 10, 20)
-    expected = [p.detach().clone() for p in run[0].parameters()]
-    run[2].close()
-
-    run = start()
-    load(file, run)
-    train(run, 10, 20)
-    same = all(torch.equal(a, b) for a, b in zip(expected, run[0].parameters(), strict=True))
-    run[2].close()
-
+folders = [tempfile.mkdtemp()]
+dist.broadcast_object_list(folders)
+folder = Path(folders[0])
+expected = train(0, 20, saves=folder)
+resumed = train(10, 20, resumes=folder)
+same = all(map(torch.equal, expected, resumed))
 print(f"rank {dist.get_rank()}: {'the same bits' if same else 'DIFFERENT'} after resuming")
-del run
 gc.collect()
 dist.destroy_process_group()
 raise SystemExit(not same)

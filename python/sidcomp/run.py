@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp import fsdp, notices, rank_states
-from sidcomp.config.accuracy import EXACT, HUNDREDTH, OUTER, CodecSpec
+from sidcomp.config.accuracy import EXACT, HUNDREDTH, OUTER, CodecSpec, adaptive
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.doors.ddp import register
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
@@ -26,6 +26,8 @@ from sidcomp.options import OF_UPDATES, Options
 from sidcomp.runtime.optimizers import Optimizers, chains, enabled
 from sidcomp.runtime.plain_data import anything, listing, record
 from sidcomp.state import State
+
+_AS_UPDATES = 50  # as many times fewer bytes, or more, are not worth a word about updates
 
 OuterOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
@@ -274,6 +276,17 @@ class GradientRun(Run):
     @property
     def state(self) -> State:
         return self._state
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        adam = [type(o).__name__ for o in self._optimizers if adaptive(o)]
+        stats = self.state.stats()
+        if adam and 0 < stats["ratio"] < _AS_UPDATES and not is_sharded(next(self.module.parameters())):
+            text += (
+                f"\n  {' and '.join(adam)} keeps its loss with a hundredth of the bytes, where updates are "
+                "sent in place of gradients: pass the module without DDP, or updates=True"
+            )
+        return text
 
     @contextmanager
     def common(self) -> Iterator[torch.nn.Module]:

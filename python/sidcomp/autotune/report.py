@@ -140,8 +140,8 @@ def _explain_named(p: Engine) -> str:
     if took:
         lines += [
             "",
-            f"  {p.current.begun} steps; sums over the groups, whose exchanges overlap backward() and one "
-            "another:",
+            f"  {p.current.begun} steps; sums over the groups, whose exchanges overlap "
+            f"{'' if p.updates else 'backward() and '}one another:",
         ]
         for kind in _KINDS:
             lines.append(f"  {kind:<34}{sum(t[kind] for t in took) * 1e-9:9.2f} ms a step")

@@ -2,7 +2,7 @@
 
 All candidates have kept the loss of uncompressed training within what its seeds differ by, and of two of them
 the larger payload loses less. So the fewest bytes are no goal here: the most are, as long as they cost less
-than a twentieth of a step on this network.
+than a twentieth of a step on this network or, where none does, hardly more than the fewest.
 """
 
 import math
@@ -37,7 +37,7 @@ SHARE = 0.05  # of a step, which an exchange may take
 _STEPS = 5  # that are timed; the first one does not count
 _REPEATS = 3
 _SAMPLE = 1 << 24  # elements that are measured; the time of more of them is proportional
-_MOST = 4  # times the share: candidates of more bytes than one that costs so much are not measured
+_MOST = 4  # times the share: what costs so much more than the fastest ends the measurement
 
 
 class Target(Protocol):
@@ -63,7 +63,8 @@ class Choosing:
         self._ended: float | None = None  # when the last step had ended
         self._steps: list[float] = []  # seconds without exchange
         self.spec: CodecSpec | None = None  # what was chosen
-        self.why = "still measuring: updates are sent uncompressed"
+        self.why = f"still measuring: the first {_STEPS} updates are sent uncompressed"
+        target.state.engine.announced = True  # the line that nothing is compressed would be no news
 
     def computed(self) -> None:
         """A step has been computed. Its exchange may come now."""
@@ -129,7 +130,7 @@ def measure(
     costs: list[Cost] = []
     for codec, parameters in reversed(candidates):
         settings = Settings.parse(codec, dict(parameters), **arguments)
-        if costs and (costs[-1].seconds is None or costs[-1].seconds > _MOST * SHARE * step_s * every):
+        if costs and _too_slow(costs, step_s * every):
             costs.append(Cost((codec, parameters), None, 0))
             continue
         seconds, sent = _time(settings, exchange, size, gradients)
@@ -140,10 +141,20 @@ def measure(
 
 
 def choose(costs: Sequence[Cost], step_s: float, every: int) -> Cost:
-    """The candidate of the most bytes that costs at most a twentieth of a step; else the fastest."""
-    measured = [cost for cost in costs if cost.seconds is not None]
-    fits = [cost for cost in measured if cost.seconds <= SHARE * step_s * every]  # type: ignore[operator]
-    return fits[0] if fits else min(measured, key=lambda cost: cost.seconds or 0.0)
+    """The candidate of the most bytes that costs at most a twentieth of a step, or half of that more than the
+    fastest."""
+    share = SHARE * step_s * every
+    limit = max(share, min(cost.seconds for cost in costs if cost.seconds is not None) + share / 2)
+    return next(cost for cost in costs if cost.seconds is not None and cost.seconds <= limit)
+
+
+def _too_slow(costs: Sequence[Cost], span_s: float) -> bool:
+    """Whether candidates of more bytes than the last one need not be measured."""
+    seconds = [cost.seconds for cost in costs]
+    if None in seconds:
+        return True
+    known = [s for s in seconds if s is not None]
+    return known[-1] - min(known) > _MOST * SHARE * span_s
 
 
 def explained(best: Cost, costs: Sequence[Cost], step_s: float, every: int) -> str:

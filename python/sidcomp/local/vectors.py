@@ -402,7 +402,7 @@ def serve(
         {name: tuple(p.shape) for name, p in named.items()},
         {id(p): name for name, p in named_parameters(module)},
         part,
-        plain=f"uncompressed {what}",
+        plain="an uncompressed exchange",
         updates=True,
         beside=beside,
     )
