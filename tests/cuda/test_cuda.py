@@ -894,9 +894,12 @@ def test_launches(row: str) -> None:
         got = launches() - before[0], barriers() - before[1]
     assert got[0]
     before = launches(), 0
+    row_of = listed_launches()[row]
+    if "SID_EMULATED_PTX" in os.environ:  # compiled kernels wait by instructions, which nobody counts
+        got, row_of = (got[0], 0), (row_of[0], 0, *row_of[2:])
     payloads, _, _ = encoded_ranks(codec, settings, memory, n, "float32", 3)
     assert device.decoded(payloads, 1 / 3, vector, Step(step=1, group=2)) == (0, 0, 0)
-    assert (*got, launches() - before[0]) == listed_launches()[row]
+    assert (*got, launches() - before[0]) == row_of
 
 
 def test_launches_are_listed() -> None:

@@ -1,5 +1,5 @@
 """A program without DDP, which reduces its gradients itself after backward(), as one vector, in the idiom of
-of reinforcement learning scripts."""
+reinforcement learning scripts."""
 
 from __future__ import annotations
 
