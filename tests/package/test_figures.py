@@ -1,4 +1,4 @@
-"""Figures on the pages are those of the results files: of AdamW in accuracy.md, local-error.md and outer.md,
+"""Figures on the pages are those of the results files: of AdamW in accuracy.md and two experiments,
 and of the goals for speed in benchmarks.md."""
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from sidcomp.config import accuracy
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL, ACCURACY, OUTER, README = (
     (ROOT / name).read_text()
-    for name in ("docs/local-error.md", "docs/accuracy.md", "docs/outer.md", "README.md")
+    for name in (
+        "experiments/2026-11-updates-with-adamw.md",
+        "docs/accuracy.md",
+        "experiments/2026-11-outer-steps.md",
+        "README.md",
+    )
 )
 TASKS = {"GRU": "lm", "transformer": "gpt"}
 

@@ -697,7 +697,7 @@ def balance(rank: int, world: int) -> list[float]:
     return moved
 
 
-# settings, and whether nothing is lost (docs/local-error.md)
+# settings, and whether nothing is lost (docs/updates.md)
 BALANCE: list[tuple[dict[str, Any], bool]] = [
     ({"codec": "marsit", "eta_s": 0.01}, False),
     ({"codec": "marsit", "eta_s": 0.01, "aggregate": "mean"}, True),

@@ -27,7 +27,7 @@ def marsit_step_sizes(ranks: int, steps: int, elements: int) -> StepSizes:
         state = sidcomp.preset("marsit", eta_s=sizes.eta_s)
 
     They bound the gradient's norm at a rate of 1 / sqrt(M T) for smooth functions. They are no recipe: in
-    docs/local-steps.md larger signs train better. Raises ArgumentError unless all three are at least 1.
+    docs/updates.md larger signs train better. Raises ArgumentError unless all three are at least 1.
     """
     for name, value in (("ranks", ranks), ("steps", steps), ("elements", elements)):
         if not (isinstance(value, int | float) and isfinite(value) and value >= 1):

@@ -65,7 +65,7 @@ class Outer(LocalSteps):
                     them, and so it does without ranks that have ended. A rank that missed exchanges keeps
                     what it did and what it has not sent; at the next exchange it continues from the others'
                     common point. A rank that was started again joins in the same way. CPUs only
-                    (docs/outer.md#late-and-lost-ranks). None: every exchange waits for all ranks
+                    (docs/updates.md#late-and-lost-ranks). None: every exchange waits for all ranks
     stale           [10] with a deadline: a rank that has missed more exchanges drops what it did since its
                     last one, and keeps only what it has not sent of what it did before
 
