@@ -85,7 +85,7 @@ class Updates:
                     row, in the exchange. None: with error="parameters" the parameters of optimizers with two
                     betas, with error="memory" none
     deadline        [None] seconds that an exchange waits for ranks that are late, or have ended. CPUs only,
-                    and `outer` must be plain SGD (docs/updates.md#late-and-lost-ranks). None: it waits for all
+                    and `outer` must be plain SGD (docs/updates.md#late-and-lost-ranks). None: it waits
     stale           [10] with a deadline: a rank that has missed more exchanges drops what it did since its
                     last one, and keeps only what it has not sent of what it did before
     process_group   [None] the ranks to exchange with; None: the State's, else the default group. With FSDP2
