@@ -240,6 +240,57 @@ def test_loading_the_best_parameters_is_a_new_start(kind: str) -> None:
         assert equal and end < 1e-3 < 0.1 < away, (away, end)
 
 
+def best_at_the_end(rank: int, world: int, kind: str) -> tuple[bool, bool]:
+    """Loads the best parameters after the last step: what is evaluated, averaged and saved are these."""
+    module = network()
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, **KINDS[kind]) as it:
+        train(module, optimizer, rank, range(5))
+        with it.common():
+            best = copy.deepcopy(module.state_dict())
+            at = flat(module)
+        train(module, optimizer, rank, range(5, 11))
+        module.load_state_dict(best)
+        it.average()
+        averaged = torch.equal(flat(module), at)
+        train(module, optimizer, rank, range(11, 16))
+        module.load_state_dict(best)
+        with it.common():
+            return averaged, torch.equal(flat(module), at)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_parameters_stay_at_the_end(kind: str) -> None:
+    assert run(best_at_the_end, 2, kind) == [(True, True)] * 2
+
+
+def inside(rank: int, world: int) -> list[str]:
+    """What would be undone when common() ends is refused, and what was loaded inside is no new start."""
+    module = network()
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, "topk", density=0.1, every=2) as it:
+        train(module, optimizer, rank, range(5))
+        saved, own = it.state_dict(), flat(module)
+        said = []
+        for do in (
+            lambda: train(module, optimizer, rank, range(1)), it.average, it.restart,
+            lambda: it.load_state_dict(saved),
+        ):  # fmt: skip
+            with it.common():
+                said.append(caught(do))
+        with it.common():
+            module.load_state_dict(network(seed=3).state_dict())
+        assert torch.equal(flat(module), own)
+        return [*said, caught(lambda: train(module, optimizer, rank, range(5, 9)))]
+
+
+def test_nothing_moves_inside_common() -> None:
+    for said in run(inside, 2):
+        words = "the optimizer would step", "average()", "restart()", "load_state_dict()"
+        assert all(f"SetupError: {w}" in s and "inside" in s for w, s in zip(words, said, strict=False)), said
+        assert said[-1] == ""
+
+
 def on_one_rank(rank: int, world: int, kind: str) -> str:
     module = network()
     optimizer = adamw(module)

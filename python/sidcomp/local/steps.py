@@ -17,6 +17,7 @@ from sidcomp.local.elastic import Meetings
 from sidcomp.local.gradient_noise import Noise, SketchNoise
 from sidcomp.local.outer_optimizer import Make, make_outer
 from sidcomp.local.shards import Shards, reshard
+from sidcomp.local.shown import Shown
 from sidcomp.local.stepping import Stepping
 from sidcomp.local.vectors import (
     Vectors,
@@ -153,6 +154,7 @@ class Updates:
         self.flying: list[int] = []  # of `_together`: their means have not been applied yet
         self._discard = False  # what is in flight does not count
         self._met = False  # the first step has been looked at
+        self._shown = Shown(self.vectors, self._find)
         self.observer: Choosing | None = None
         self.outer = make_outer(outer, self.vectors)
         if deadline is not None:
@@ -231,6 +233,7 @@ class Updates:
         """Called before the optimizers step. Raises SetupError before a parameter has moved."""
         if self.state.engine.closed:
             return
+        self._shown.refuse("the optimizer would step")
         if self._loaded.others():
             self.restart()
         if not self._met and not self.steps:  # else its own checkpoint was loaded
@@ -472,18 +475,19 @@ class Updates:
                 torch.save(module.state_dict(), "model.pt")
 
         Nothing is exchanged, and training continues afterwards as if you had not called it. The point
-        contains neither the steps since the last exchange nor an exchange in flight. Do not train inside."""
-        self._find()
-        own = [[p.detach().clone() for p in v.parameters] for v in self.vectors]
-        for v in self.vectors:
-            v.put(v.point)
+        contains neither the steps since the last exchange nor an exchange in flight. Do not train inside: the
+        step is refused."""
+        if self._shown:
+            yield self.module
+            return
+        if self._loaded.others():
+            self.restart()
+        self._shown.show()
         try:
             yield self.module
         finally:
-            self._find()
-            with torch.no_grad():
-                for v, kept in zip(self.vectors, own, strict=True):
-                    torch._foreach_copy_(v.parameters, kept)
+            self._shown.hide()
+            self._loaded.forget()  # what was loaded inside is gone
 
     @torch.no_grad()
     def average(self) -> None:
@@ -496,6 +500,9 @@ class Updates:
         sent (such as "dgc", "momentum" or marsit's), this is one more compressed exchange, with the ranks
         that come by the deadline: nothing is lost, but what was not sent stays in the memory."""
         open_engine(self.state)
+        self._shown.refuse("average() was called")
+        if self._loaded.others():
+            self.restart()
         self._land()
         if self.meetings is not None or not self._exact():
             since = self.meetings.since if self.meetings is not None else 0
@@ -558,6 +565,7 @@ class Updates:
             )
         if self.state.engine.closed:
             return
+        self._shown.refuse("restart() was called")
         for future in self._futures:
             future.wait()
         self._futures, self.flying = [], []
@@ -598,7 +606,13 @@ class Updates:
             future.wait()
         self._find()
         self.state.engine.quiet()
-        return saved_updates.save(self)
+        inside = bool(self._shown)
+        if inside:
+            self._shown.hide()
+        saved = saved_updates.save(self)
+        if inside:
+            self._shown.show()
+        return saved
 
     def check(self, saved: Any) -> None:
         """Raises CheckpointError if it cannot be a result of `state_dict` for this run. Changes nothing."""
@@ -613,6 +627,7 @@ class Updates:
         last exchange is lost. With a deadline: if this rank has taken part in a round since, what the
         checkpoint had not sent was sent, or is out of date. Then only the number of steps is taken from it,
         and the State's memory is emptied. Raises CheckpointError, and then nothing has changed."""
+        self._shown.refuse("load_state_dict() was called")
         together = saved_updates.check(self, saved)
         exchanged = saved["steps"] >= saved["every"]
         if self.error == "parameters" and exchanged and not self.state.engine.step:
