@@ -1,8 +1,9 @@
 """The states of all ranks in a checkpoint of which the program, or its framework, saves rank 0's part alone.
 
 `write` and `find` keep a file for each rank in the checkpoint's folder. `gather` brings all states to rank 0,
-for a checkpoint that is one file. What is read is compared among the ranks, so that all of them refuse states
-of different runs or steps, and all of them learn that a rank's state is missing.
+for a checkpoint that is one file, and `pick` chooses among them. What is read is compared among the ranks, so
+that all of them refuse states of different runs or steps, and all of them learn that a rank's state is
+missing.
 """
 
 import io
@@ -67,14 +68,14 @@ def write(
     files.write(path, lambda file: torch.save(saved, file), CheckpointError)
 
 
-def write_together(folder: Path, state: State, run: str, beside: dict[str, Any]) -> None:
+def write_together(folder: Path, state: State, run: str, beside: dict[str, Any], model: int = 0) -> None:
     """As `write`, so that the folder has the files of all ranks or, if one cannot write, the former ones.
     Every rank calls it at the same point. Raises CheckpointError on every rank."""
     group = group_of(state)
-    new, final = (file_of(each, dist.get_rank(group)) for each in (folder / _PENDING, folder))
+    new, final = (file_of(each, dist.get_rank(group), model) for each in (folder / _PENDING, folder))
     problem = ""
     try:
-        write(folder / _PENDING, state, run, beside=beside)
+        write(folder / _PENDING, state, run, model, beside)
     except Exception as e:
         problem = f"rank {dist.get_rank(group)}: {e}"
     told: list[Any] = [None] * dist.get_world_size(group)
@@ -98,25 +99,62 @@ def find(folder: str | Path, state: State, model: int = 0) -> list[dict[str, Any
     steps.
     """
     folder, group = Path(folder), group_of(state)
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
     found: list[dict[str, Any]] = []
     problem = ""
     try:
-        found = _read(folder, rank, world, model)
+        found = _read(folder, rank, dist.get_world_size(group), model)
     except Exception as e:
         problem = f"rank {rank}: {e}"
-    origins = sorted({(f["run"], f["state"]["step"]) for f in found})
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, (problem, origins), group)
-    problems = [p for p, _ in told if p]
-    if problems and not any(o for _, o in told) and all("there is no" in p for p in problems):
+    problems, origins = _tell(found, problem, group)
+    if problems and not origins and all("there is no" in p for p in problems):
         notices.warn(f"there are no states in {folder}: the residuals start from zero", rank)
         state._engine.informed = True
         return []
+    _refuse(problems, origins, str(folder))
+    return found
+
+
+def pick(states: Sequence[Any], state: State, where: str, problem: str = "") -> list[dict[str, Any]]:
+    """As `find`, of what is in memory already: what all ranks have saved, in their order, or this rank alone.
+    Every rank calls it at the same point. where: for messages; problem: why this rank has none. Raises
+    CheckpointError on every rank."""
+    group = group_of(state)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    found: list[dict[str, Any]] = []
+    try:
+        for one in states:
+            _check_saved(one, where)
+        found = [states[rank]] if len(states) == world else list(states)
+    except CheckpointError as e:
+        problem = f"rank {rank}: {e}"
+    _refuse(*_tell(found, problem, group), where)
+    return found
+
+
+def _tell(
+    found: list[dict[str, Any]], problem: str, group: dist.ProcessGroup
+) -> tuple[list[str], list[tuple[str, int]]]:
+    """Returns the problems of all ranks, and the run and step of each state that some rank has found."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (problem, sorted({(f["run"], f["state"]["step"]) for f in found})), group)
+    return [p for p, _ in told if p], [o for _, origins in told for o in origins]
+
+
+def _refuse(problems: Sequence[str], origins: Sequence[tuple[str, int]], where: str) -> None:
+    """Raises CheckpointError if a rank has a problem, or if states are of different runs or steps."""
     if problems:
         raise CheckpointError(problems[0])
-    check_origins([o for _, origins in told for o in origins], str(folder))
-    return found
+    if len({run for run, _ in origins}) > 1:
+        raise CheckpointError(
+            f"{where} has states of different runs: the ranks' states belong together; load a checkpoint "
+            "that one run has saved"
+        )
+    if len({step for _, step in origins}) > 1:
+        raise CheckpointError(
+            f"{where} has states of different steps, {sorted({s for _, s in origins})}: the ranks' states "
+            "belong together; load a checkpoint that all ranks have saved at the same point"
+        )
 
 
 def read(folder: str | Path, state: State, model: int = 0) -> bool:
@@ -164,20 +202,6 @@ def checked(source: Path | io.BytesIO, where: str) -> dict[str, Any]:
     except Exception as e:
         raise CheckpointError(f"{where} is damaged, or no state of sidcomp ({type(e).__name__}: {e})") from e
     return saved  # type: ignore[no-any-return]
-
-
-def check_origins(origins: Sequence[tuple[str, int]], where: str) -> None:
-    """Raises CheckpointError if states are of different runs or steps. origins: the run and step of each."""
-    if len({run for run, _ in origins}) > 1:
-        raise CheckpointError(
-            f"{where} has states of different runs: the ranks' states belong together; load a checkpoint "
-            "that one run has saved"
-        )
-    if len({step for _, step in origins}) > 1:
-        raise CheckpointError(
-            f"{where} has states of different steps, {sorted({s for _, s in origins})}: the ranks' states "
-            "belong together; load a checkpoint that all ranks have saved at the same point"
-        )
 
 
 # ---- one file for all ranks

@@ -24,7 +24,7 @@ from sidcomp.local.shards import is_sharded
 from sidcomp.local.steps import Updates
 from sidcomp.options import OF_UPDATES, Options
 from sidcomp.runtime.optimizers import Optimizers, chains, enabled
-from sidcomp.runtime.plain_data import anything, listing, record
+from sidcomp.runtime.plain_data import anything, listing, record, table
 from sidcomp.state import State
 
 _AS_UPDATES = 50  # as many times fewer bytes, or more, are not worth a word about updates
@@ -89,34 +89,56 @@ def compress(
     """
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model={model!r}: give the torch.nn.Module that the optimizer trains")
+    ddp = _ddp_of(model)
+    sharded = any(map(is_sharded, model.parameters()))
+    bare = not (ddp is not None or (sharded and process_group is None))
+    asked = {"every": every, "delay": delay, "outer": outer, "parts": parts, "deadline": deadline}
+    updates, how, own = _sort(updates, asked, options, bare)
+    if updates:
+        return UpdateRun(model, ddp, optimizer, codec, process_group, scaler, how, own, parameters)
+    if ddp is None and not sharded:
+        raise SetupError("updates=False averages gradients, and the model is a plain module: wrap it in DDP")
+    state = _state(codec, own, parameters, None if sharded else process_group)
+    return GradientRun(model, ddp, optimizer, state, scaler, process_group)
+
+
+def check(
+    codec: str | State,
+    updates: bool | None,
+    asked: dict[str, Any],
+    options: Options | None,
+    parameters: dict[str, Any],
+) -> None:
+    """Raises what `compress` would raise for these arguments and a DDP model, for programs that get the model
+    later. asked: every, delay, outer and the like; parameters: of the codec."""
+    updates, how, own = _sort(updates, asked, options, bare=False)
+    spec = _spec(codec, parameters, how.get("outer")) if updates and isinstance(codec, str) else None
+    codec, given = spec or (codec, parameters)
+    trial = _state(codec, own, dict(given), None)
+    if trial is not codec:
+        trial._finalizer.detach()  # which would say that nothing was compressed
+
+
+def _sort(
+    updates: bool | None, asked: dict[str, Any], options: Options | None, bare: bool
+) -> tuple[bool, dict[str, Any], dict[str, Any]]:
+    """Returns whether updates are sent, the arguments of `Updates`, and those of the State. bare: whether
+    updates are sent if the program does not say what it wants."""
     if options is not None and not isinstance(options, Options):
         raise ArgumentError(f"options={options!r}: give sidcomp.Options(...)")
     if not (updates is None or isinstance(updates, bool)):
         raise ArgumentError(f"updates={updates!r}: give True or False, or leave it out")
     own = (options or Options()).given()
     more = {name: own.pop(name) for name in OF_UPDATES if name in own}
-    asked = {
-        "every": (every, None), "delay": (delay, 0), "outer": (outer, None), "parts": (parts, 1),
-        "deadline": (deadline, None),
-    }  # fmt: skip
-    how = {name: value for name, (value, default) in asked.items() if value != default}
-    ddp = _ddp_of(model)
-    sharded = any(map(is_sharded, model.parameters()))
+    how = {name: value for name, value in asked.items() if value != {"delay": 0, "parts": 1}.get(name)}
     if updates is None:
-        updates = bool(how) or not (ddp is not None or (sharded and process_group is None))
-    if updates:
-        return UpdateRun(
-            model, ddp, optimizer, codec, process_group, scaler, {**how, **more}, own, parameters
-        )
-    if how or more:
+        updates = bool(how) or bare
+    if not updates and (how or more):
         raise ArgumentError(
             f"{', '.join([*how, *more])}: these are for updates, and this run sends gradients: give "
             "updates=True, or leave them out"
         )
-    if ddp is None and not sharded:
-        raise SetupError("updates=False averages gradients, and the model is a plain module: wrap it in DDP")
-    state = _state(codec, own, parameters, None if sharded else process_group)
-    return GradientRun(model, ddp, optimizer, state, scaler, process_group)
+    return updates, {**how, **more}, own
 
 
 def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:
@@ -191,9 +213,10 @@ class Run(ABC):
 
     @abstractmethod
     def restart(self) -> None:
-        """Forgets what has not been sent. Where updates are sent, rank 0's parameters as they are now become
-        those of all ranks. Call it on every rank after the program has set parameters itself: after
-        load_state_dict, re-initialization or pruning."""
+        """Forgets what has not been sent. Where updates are sent, the parameters as they are now become the
+        common ones. Call it on every rank after the program has set parameters itself, alike on all ranks,
+        such as by re-initialization or pruning; in the next exchange the ranks compare. `load_state_dict` of
+        the module does it by itself."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -208,25 +231,41 @@ class Run(ABC):
     # ---- files
     # -------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, number: int = 0) -> None:
         """Writes a file for each rank into the folder, beside the checkpoint that the program saves on rank
-        0. Where updates are sent, the file has the rank's optimizer and parameters, too, because they differ
-        between ranks. If a rank cannot write, all ranks raise a CheckpointError, and the folder has the
-        former files. Every rank calls it at the same point, between two steps."""
-        if self._name is None:
-            self._name = rank_states.agree_on_run(self.state)
-        rank_states.write_together(Path(folder), self.state, self._name, self._beside())
+        0. Where updates are sent, the file has what differs between ranks, too: the parameters, the
+        optimizer, the buffers and the given GradScaler. If a rank cannot write, all ranks raise a
+        CheckpointError, and the folder has the former files. number: of this run, if several save into the
+        same folder. Every rank calls it at the same point, between two steps."""
+        beside = self._beside()
+        rank_states.write_together(Path(folder), self.state, self._run_name(), beside, number)
 
-    def load(self, folder: str | Path) -> bool:
-        """Loads what `save` has written, after the program has loaded the model and the optimizer. Every rank
-        calls it at the same point. Returns False, with a warning, if there are no files. With another number
-        of ranks the folder must have the files of all former ranks.
+    def load(self, source: str | Path | Sequence[dict[str, Any]], number: int = 0) -> bool:
+        """Loads what `save` has written, after the program has loaded the model and the optimizer; or a list
+        of what `rank_state` has returned, on all ranks in their order, or on this one alone. Every rank calls
+        it at the same point. Returns False, with a warning, if there are no files. With another number of
+        ranks it needs what all former ranks have saved.
 
-        Raises CheckpointError on every rank if files are missing or damaged, or belong to different steps."""
-        found = rank_states.find(folder, self.state)
+        Raises CheckpointError on every rank if something is missing or damaged, or belongs to different
+        steps."""
+        if isinstance(source, str | Path):
+            found = rank_states.find(source, self.state, number)
+        else:
+            found = rank_states.pick(source, self.state, "the checkpoint")
         if found:
             self._load(found)
         return bool(found)
+
+    def rank_state(self) -> dict[str, Any]:
+        """What `save` writes on this rank, for a checkpoint of another form, such as one file for all ranks.
+        Every rank calls it at the same point, between two steps."""
+        beside = self._beside()
+        return {"run": self._run_name(), "state": self.state.state_dict(), "beside": beside}
+
+    def _run_name(self) -> str:
+        if self._name is None:
+            self._name = rank_states.agree_on_run(self.state)
+        return self._name
 
     def _beside(self) -> dict[str, Any]:
         """What a file has beside the State's dictionary."""
@@ -347,6 +386,7 @@ class UpdateRun(Run):
         self._choosing: Choosing | None = None
         if chooses and self.updates.world > 1:
             self._choosing = self.updates.observer = Choosing(self.updates, arguments)
+        self._scaler = enabled(scaler)
         self._averaged = -1  # the number of steps at the last `average`
         self._closed = False
         if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
@@ -409,24 +449,39 @@ class UpdateRun(Run):
             self.updates.observer.take(tuple(chosen))
 
     def _beside(self) -> dict[str, Any]:
-        optimizers = [optimizer.state_dict() for optimizer in self._optimizers]
-        return {**self._own(), "optimizers": optimizers}
+        scaler = self._scaler.state_dict() if self._scaler is not None else None
+        return {
+            **self._own(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "scaler": scaler,  # each rank skips its own steps
+            "buffers": {name: x.detach().clone() for name, x in self.module.named_buffers()},
+        }
 
     def _load(self, found: list[dict[str, Any]]) -> None:
         rank = dist.get_rank(rank_states.group_of(self.state))
         beside = found[rank % len(found)].get("beside")
         fields = {"updates": anything, "chosen": anything, "optimizers": listing(anything)}
-        record(fields)(beside, "a file of updates")
+        record({**fields, "scaler": anything, "buffers": table(anything)})(beside, "a file of updates")
         assert beside is not None
         if len(beside["optimizers"]) != len(self._optimizers):
             raise CheckpointError(
                 f"the files have {len(beside['optimizers'])} optimizers, and this run has "
                 f"{len(self._optimizers)}"
             )
+        buffers = dict(self.module.named_buffers())
+        for name, buffer in buffers.items():
+            saved = beside["buffers"].get(name)
+            kind = (saved.shape, saved.dtype) if isinstance(saved, torch.Tensor) else None
+            if kind != (buffer.shape, buffer.dtype):
+                raise CheckpointError(f"the files have no buffer {name!r} like this module's")
         self._take(beside)
         super()._load(found)
         for optimizer, saved in zip(self._optimizers, beside["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+        if self._scaler is not None and beside["scaler"]:
+            self._scaler.load_state_dict(beside["scaler"])
+        for name, buffer in buffers.items():
+            buffer.copy_(beside["buffers"][name])
         self.updates.load_state_dict(beside["updates"])
 
     def close(self) -> None:

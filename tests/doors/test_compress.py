@@ -313,6 +313,73 @@ def test_a_plain_module_sends_updates() -> None:
         assert [out[n]["every"] for n in ("plain", "every", "outer", "ddp every")] == [1, 3, 3, 3]
 
 
+class Normed(nn.Module):
+    """With buffers, of which each rank has its own between two exchanges."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.network, self.norm = network(seed), nn.BatchNorm1d(12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(self.norm(x))
+
+
+def steps_with_a_scaler(
+    module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, rank: int, steps: range
+) -> None:
+    """Rank 1 alone skips step 2."""
+    for step in steps:
+        optimizer.zero_grad()
+        backward(module, rank, step, float("inf") if (rank, step) == (1, 2) else float(scaler.get_scale()))
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def all_of_a_rank(rank: int, world: int, folder: str, form: str) -> list[torch.Tensor]:
+    """Everything that differs between ranks: parameters, moments, buffers, the scale. Saved inside common(),
+    in the middle between two exchanges; the resumed run is another object."""
+    out, kept = [], []
+    for first in (True, False):
+        module = Normed(0 if first else rank + 5)
+        optimizer, scaler = adamw(module), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        parts = {"model": module, "optimizer": optimizer, "scaler": scaler}
+        with sidcomp.compress(module, optimizer, "int4", every=3, delay=1, scaler=scaler) as it:
+            if first:
+                steps_with_a_scaler(module, optimizer, scaler, rank, range(5))
+                own = flat(module)
+                with it.common(), it.common():
+                    assert not torch.equal(flat(module), own)
+                    if rank == 0:
+                        torch.save({n: x.state_dict() for n, x in parts.items()}, f"{folder}/model.pt")
+                    if form == "files":
+                        it.save(folder, number=2)
+                    else:
+                        every: list[Any] = [None] * world
+                        dist.all_gather_object(every, it.rank_state())
+                        kept = [every[rank]] if form == "own" else every
+                assert torch.equal(flat(module), own)
+            else:
+                dist.barrier()
+                saved = torch.load(f"{folder}/model.pt", weights_only=True)
+                for name, part in parts.items():
+                    part.load_state_dict(saved[name])
+                assert it.load(folder, number=2) if form == "files" else it.load(kept)
+            buffers = torch.cat([x.flatten().double() for x in module.buffers()])  # rank 0's after the next
+            assert not alike(buffers)
+            steps_with_a_scaler(module, optimizer, scaler, rank, range(5, 9))
+            out.append(torch.cat([flat(module).double(), buffers, torch.tensor([scaler.get_scale()])]))
+    return out
+
+
+@pytest.mark.parametrize("form", ["files", "all", "own"])
+def test_what_differs_between_ranks_is_saved(tmp_path: Path, form: str) -> None:
+    results = run(all_of_a_rank, 2, str(tmp_path), form)
+    assert [float(r[0][-1]) for r in results] == [1024.0, 512.0]
+    for whole, resumed in results:
+        assert torch.equal(whole, resumed)
+
+
 def chosen(rank: int, world: int, folder: str) -> dict[str, Any]:
     module, said = network(rank), io.StringIO()
     optimizer = adamw(module)

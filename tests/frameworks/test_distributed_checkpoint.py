@@ -16,7 +16,18 @@ import sidcomp
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import run
-from launched import ARGUMENTS, as_torchrun, example, network, optimizer_of, same, snapshot
+from launched import (
+    ARGUMENTS,
+    UPDATES,
+    adamw_of,
+    as_torchrun,
+    example,
+    flat,
+    network,
+    optimizer_of,
+    same,
+    snapshot,
+)
 from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -105,6 +116,49 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     as_torchrun(rank, world, room)
     out["example"] = example("torch_checkpoint.py")
     return out
+
+
+def updates(rank: int, world: int, room: str) -> dict[str, torch.Tensor]:
+    """Trains on updates, saves between two exchanges, and goes on; and so does another Run from there."""
+    warnings.simplefilter("ignore")
+    out = {}
+    for name in ("whole", "resumed"):
+        module = network()
+        optimizer = adamw_of(module.parameters())
+
+        class App:
+            def state_dict(self, module: Any = module, optimizer: Any = optimizer) -> dict[str, Any]:
+                model, optim = get_state_dict(module, optimizer)
+                return {"model": model, "optim": optim}
+
+            def load_state_dict(
+                self, saved: dict[str, Any], module: Any = module, optimizer: Any = optimizer
+            ) -> None:
+                set_state_dict(
+                    module, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optim"]
+                )
+
+        with sidcomp.compress(module, optimizer, **UPDATES) as it:
+            parts = {"app": App(), "sidcomp": Entries(it)}
+            if name == "resumed":
+                dcp.load(parts, checkpoint_id=Path(room) / "updates")
+            for step in range(4 * (name == "resumed"), 8):
+                torch.manual_seed(100 * step + rank)
+                optimizer.zero_grad()
+                module(torch.randn(8, 20)).square().mean().backward()
+                optimizer.step()
+                if step == 3 and name == "whole":
+                    with it.common():
+                        dcp.save(parts, checkpoint_id=Path(room) / "updates")
+            out[name] = flat(module)
+            it.average()
+    return out
+
+
+def test_updates_resume_with_the_same_bits(tmp_path: Path) -> None:
+    a, b = run(updates, 2, str(tmp_path))
+    assert not torch.equal(a["whole"], b["whole"]), "each rank has its own"
+    assert all(torch.equal(r["whole"], r["resumed"]) for r in (a, b))
 
 
 def alone(rank: int, world: int, room: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "frameworks"
 ARGUMENTS: dict[str, Any] = {"codec": "topk", "density": 0.1}
+UPDATES: dict[str, Any] = {"codec": "int4", "every": 3}
 IMPORTED = ("lightning", "accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
 SAMPLES, BATCH, EPOCHS = 64, 8, 2
 STEPS = SAMPLES // 2 // BATCH  # of an epoch of two ranks
@@ -71,15 +73,16 @@ def needs(*packages: str) -> None:
             pytest.skip(f"needs {package}: pip install '.[frameworks]'", allow_module_level=True)
 
 
-def example(name: str) -> object:
+def example(name: str, *arguments: str) -> object:
     """Runs an example in this rank, which has its framework imported already. Returns its exit status."""
+    before, sys.argv = sys.argv, [name, *arguments]
     end, dist.destroy_process_group = dist.destroy_process_group, lambda *_: None  # the harness needs it
     try:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     except SystemExit as e:
         return e.code
     finally:
-        dist.destroy_process_group = end
+        dist.destroy_process_group, sys.argv = end, before
     return 0
 
 
@@ -90,6 +93,10 @@ def network() -> nn.Module:
 
 def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+
+def adamw_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def dataset() -> TensorDataset:
@@ -117,6 +124,42 @@ def plain_loop(rank: int, world: int) -> dict[str, Tensor]:
                 nn.functional.cross_entropy(ddp(x), y).backward()
                 optimizer.step()
         return snapshot(ddp.module, state.state_dict())
+
+
+def plain_updates(rank: int, world: int) -> dict[str, Any]:
+    """What a loop with sidcomp alone has on updates: the common parameters after the first epoch, this rank's
+    own ones at the end of training, and those after `average`."""
+    module = network()
+    optimizer, out = adamw_of(module.parameters()), {}
+    with sidcomp.compress(DistributedDataParallel(module), optimizer, **UPDATES) as it:
+        for epoch in range(EPOCHS):
+            for x, y in batches(rank, world):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(module(x), y).backward()
+                optimizer.step()
+            if not epoch:
+                with it.common():
+                    out["half"] = flat(module)
+        out["own"] = flat(module)
+        it.average()
+        out["end"] = flat(module)
+    return out
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def weights(saved: dict[str, Any]) -> Tensor:
+    """As `flat`, of a saved state_dict."""
+    return torch.cat([x.flatten() for x in saved.values()])
+
+
+def alike(x: Tensor) -> bool:
+    """Whether all ranks have it."""
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, x)
+    return all(torch.equal(one, x) for one in everyone)
 
 
 def snapshot(module: nn.Module, saved: dict[str, Any]) -> dict[str, Tensor]:

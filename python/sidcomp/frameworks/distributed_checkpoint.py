@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint: each rank's State under an entry of its own.
+"""torch.distributed.checkpoint: what each rank keeps, under an entry of its own.
 
-dcp.save({"model": model, "sidcomp": Entries(state)}, checkpoint_id=folder)
+dcp.save({"model": model, "sidcomp": Entries(run)}, checkpoint_id=folder)
 """
 
 import io
@@ -10,38 +10,48 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.errors import ArgumentError, CheckpointError
-from sidcomp.rank_states import agree_on_run, check_origins, checked, group_of
+from sidcomp.rank_states import agree_on_run, checked, group_of, pick
+from sidcomp.run import Run
 from sidcomp.state import State
 
 
 class Entries:
-    """Saves and loads a State by torch.distributed.checkpoint, which would keep one rank's entry of those
-    that have the same name, and mix the residuals of the ranks.
+    """Saves and loads a Run by torch.distributed.checkpoint, which would keep one rank's entry of those that
+    have the same name, and mix what the ranks have not sent.
 
-        entries = Entries(state)  # after register
+        entries = Entries(run)
         dcp.save({"app": ..., "sidcomp": entries}, checkpoint_id=folder)
         dcp.load({"app": ..., "sidcomp": entries}, checkpoint_id=folder)
 
-    state       a State that is registered
+    run         what `sidcomp.compress` returned; or a State that is registered
     saved_by    [None] for loading: the number of ranks that saved, if it was another one
 
-    dcp.save and dcp.async_save take the State as it is when they are called. Every rank makes its Entries at
+    dcp.save and dcp.async_save take the Run as it is when they are called. Every rank makes its Entries at
     the same point, and keeps them for as long as it saves.
 
+    Where updates are sent, call dcp.save inside `run.common()`, so that the checkpoint's model is the common
+    one. Each rank's own optimizer is in its entry. It must be loaded last: dcp.load goes by the names, so
+    "sidcomp" must come behind that of the model and the optimizer in the alphabet.
+
     dcp.load raises an error on every rank if the state of a rank is missing, or if the states are of
-    different runs or steps: CheckpointError of torch or of sidcomp. Raises SetupError here if the State is
-    not registered.
+    different runs or steps: CheckpointError of torch or of sidcomp. Raises SetupError here if a State is not
+    registered.
     """
 
-    def __init__(self, state: State, saved_by: int | None = None) -> None:
+    def __init__(self, run: Run | State, saved_by: int | None = None) -> None:
         if saved_by is not None and saved_by < 1:
             raise ArgumentError(f"saved_by={saved_by!r}: give the number of ranks that saved")
-        self._state, self._group = state, group_of(state)
-        self._rank, self._world = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._run = run
+        group = group_of(self._state)
+        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._saved_by = saved_by
-        assert state._door is not None
-        self._part = state._door.model.part.replace(" ", "")  # the ranks of each shard count from 0
-        self._run = agree_on_run(state)
+        assert self._state._door is not None
+        self._part = self._state._door.model.part.replace(" ", "")  # the ranks of each shard count from 0
+        self._name_of_run = agree_on_run(run) if isinstance(run, State) else ""
+
+    @property
+    def _state(self) -> State:
+        return self._run if isinstance(self._run, State) else self._run.state
 
     @property
     def _others(self) -> bool:
@@ -52,8 +62,12 @@ class Entries:
         if self._others:
             assert self._saved_by is not None
             return {self._name(r): b"" for r in range(self._saved_by)}
+        if isinstance(self._run, State):
+            saved = {"run": self._name_of_run, "state": self._run.state_dict()}
+        else:
+            saved = self._run.rank_state()
         buffer = io.BytesIO()
-        torch.save({"run": self._run, "state": self._state.state_dict()}, buffer)
+        torch.save(saved, buffer)
         return {self._name(self._rank): buffer.getvalue()}
 
     def _name(self, rank: int) -> str:
@@ -68,15 +82,12 @@ class Entries:
             found = [self._read(entries, self._name(r)) for r in names]
         except CheckpointError as e:
             problem = f"rank {self._rank}: {e}"
-        origins = sorted({(f["run"], f["state"]["step"]) for f in found})
-        told: list[Any] = [None] * self._world
-        dist.all_gather_object(told, (problem, origins), self._group)
-        for text, _ in told:
-            if text:
-                raise CheckpointError(text)
-        check_origins([o for _, own in told for o in own], "the checkpoint")
-        states = [f["state"] for f in found]
-        self._state.load_state_dict(states if len(states) > 1 else states[0])
+        found = pick(found, self._state, "the checkpoint", problem)
+        if isinstance(self._run, Run):
+            self._run.load(found)
+        else:
+            states = [f["state"] for f in found]
+            self._run.load_state_dict(states if len(states) > 1 else states[0])
 
     def _read(self, entries: dict[str, Any], name: str) -> dict[str, Any]:
         data = entries.get(name)
@@ -86,6 +97,6 @@ class Entries:
         world = saved["state"]["world"]
         if world not in (0, self._saved_by or self._world):
             raise CheckpointError(
-                f"the entry {name} was saved by {world} ranks: load it with Entries(state, saved_by={world})"
+                f"the entry {name} was saved by {world} ranks: load it with Entries(run, saved_by={world})"
             )
         return saved
