@@ -1,9 +1,12 @@
-"""Transformers: one callback compresses the gradients of a Trainer; a small GPT-2 learns to count.
+"""Transformers: one callback compresses what the ranks of a Trainer send; a small GPT-2 learns to count.
 
 torchrun --standalone --nproc-per-node 2 examples/frameworks/transformers_callback.py
+
+With --updates each rank's optimizer steps with its own gradient, and the ranks send what the optimizers did.
 """
 
 import os
+import sys
 import tempfile
 
 import torch
@@ -41,7 +44,7 @@ with tempfile.TemporaryDirectory() as folder:
             disable_tqdm=True,
         ),
         train_dataset=Counting(),
-        callbacks=[Compression("int4")],  # with Adam: docs/accuracy.md
+        callbacks=[Compression("int4", updates="--updates" in sys.argv)],
     )
     trainer.train()
 

@@ -157,14 +157,6 @@ def _refuse(problems: Sequence[str], origins: Sequence[tuple[str, int]], where: 
         )
 
 
-def read(folder: str | Path, state: State, model: int = 0) -> bool:
-    """Loads the States that `find` finds. Returns whether it has found some."""
-    states = [f["state"] for f in find(folder, state, model)]
-    if states:
-        state.load_state_dict(states if len(states) > 1 else states[0])
-    return bool(states)
-
-
 def file_of(folder: Path, rank: int, model: int = 0) -> Path:
     return folder / f"sidcomp{f'-{model}' if model else ''}-rank{rank}.pt"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,47 +38,70 @@ needs("accelerate")
 def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     as_torchrun(rank, world, room)
     import accelerate
-    from sidcomp.frameworks.accelerate import prepare
+    from sidcomp.frameworks.accelerate import Compression
 
-    def train(accelerator: Any, run: Any, epochs: int, state: sidcomp.State) -> dict[str, Any]:
+    def train(accelerator: Any, run: Any, epochs: int, compression: Compression) -> dict[str, Any]:
         model, optimizer, loader = run
         for _ in range(epochs):
             for x, y in loader:
                 optimizer.zero_grad()
                 accelerator.backward(nn.functional.cross_entropy(model(x), y))
                 optimizer.step()
-        return snapshot(accelerator.unwrap_model(model), state.state_dict())
+        assert compression.run is not None
+        return snapshot(accelerator.unwrap_model(model), compression.run.state.state_dict())
 
-    def start(state: sidcomp.State) -> tuple[Any, Any]:
-        accelerator = accelerate.Accelerator(cpu=True)
+    def start() -> tuple[Compression, Any, Any]:
+        accelerator, compression = accelerate.Accelerator(cpu=True), Compression(**ARGUMENTS)
         module = network()
-        model, optimizer = prepare(accelerator, state, module, optimizer_of(module.parameters()))
-        return accelerator, (model, optimizer, batches(rank, world))
+        model, optimizer = compression.prepare(accelerator, module, optimizer_of(module.parameters()))
+        return compression, accelerator, (model, optimizer, batches(rank, world))
 
-    def error(folder: Path) -> str:
-        with sidcomp.State(**ARGUMENTS) as state:
-            accelerator, _ = start(state)
-            try:
-                accelerator.load_state(folder)
-            except sidcomp.CheckpointError as e:
-                return str(e)
+    def error(do: Callable[[], Any]) -> str:
+        try:
+            do()
+        except sidcomp.SidcompError as e:
+            return str(e)
         return ""
+
+    def loading(folder: Path) -> str:
+        compression, accelerator, _ = start()
+        said = error(lambda: accelerator.load_state(folder))
+        compression.end()
+        return said
 
     out: dict[str, Any] = {"plain": plain_loop(rank, world)}
     saved, other = Path(room) / "saved", Path(room) / "other"
-    with sidcomp.State(**ARGUMENTS) as state:
-        accelerator, parts = start(state)
-        train(accelerator, parts, EPOCHS - 1, state)
-        accelerator.save_state(saved)
-        out["whole"] = train(accelerator, parts, 1, state)
-        out["followed"] = state._engine.rates is not None
-    with sidcomp.State(**ARGUMENTS) as state:
-        accelerator, parts = start(state)
-        accelerator.load_state(saved)
-        out["first"] = state.state_dict()["step"]
-        out["resumed"] = train(accelerator, parts, 1, state)
-        accelerator.save_state(other)
+    compression, accelerator, parts = start()
+    train(accelerator, parts, EPOCHS - 1, compression)
+    accelerator.save_state(saved)
+    out["whole"] = train(accelerator, parts, 1, compression)
+    assert compression.run is not None
+    out["followed"] = compression.run.state._engine.rates is not None
+    out["again"] = error(lambda: compression.prepare(accelerator, *parts[:2]))
+    compression.end()
+    compression, accelerator, parts = start()
+    accelerator.load_state(saved)
+    assert compression.run is not None
+    out["first"] = compression.run.state.state_dict()["step"]
+    out["resumed"] = train(accelerator, parts, 1, compression)
+    accelerator.save_state(other)
+    compression.end()
     accelerator.wait_for_everyone()
+
+    # Two models, as of a GAN, each with a Compression.
+    accelerator, both = accelerate.Accelerator(cpu=True), [Compression(**ARGUMENTS) for _ in range(2)]
+    for one in both:
+        module = network()
+        pair = one.prepare(accelerator, module, optimizer_of(module.parameters()))
+        train(accelerator, (*pair, batches(rank, world)), 1, one)
+    accelerator.save_state(Path(room) / "two")
+    accelerator.wait_for_everyone()
+    accelerator.load_state(Path(room) / "two")
+    out["two"] = sorted(p.name for p in (Path(room) / "two").glob("sidcomp*"))
+    for one in both:
+        one.end()
+    accelerator.save_state(Path(room) / "without")
+    out["left"] = list((Path(room) / "without").glob("sidcomp*"))
 
     # What Accelerate itself does with a State: it saves that of rank 0, and rank 1 fails.
     own = Path(room) / "own"
@@ -98,29 +123,39 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     if rank == 0:
         shutil.copy(other / "sidcomp-rank1.pt", saved / "sidcomp-rank1.pt")
     accelerator.wait_for_everyone()
-    out["mixed"] = error(saved)
+    out["mixed"] = loading(saved)
     accelerator.wait_for_everyone()
     if rank == 0:
         (saved / "sidcomp-rank1.pt").unlink()
     accelerator.wait_for_everyone()
-    out["missing"] = error(saved)
+    out["missing"] = loading(saved)
     accelerator.wait_for_everyone()
     if rank == 0:
         (saved / "sidcomp-rank0.pt").unlink()
     accelerator.wait_for_everyone()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        out["none"] = error(saved)
+        out["none"] = loading(saved)
     out["told"] = [str(w.message) for w in told if "sidcomp" in str(w.message)]
-    with sidcomp.State(**ARGUMENTS) as state:
-        try:
-            prepare(accelerate.Accelerator(cpu=True), state, optimizer_of(nn.Linear(1, 1).parameters()))
-            out["no model"] = ""
-        except sidcomp.SetupError as e:
-            out["no model"] = str(e)
+    fresh = accelerate.Accelerator(cpu=True)
+    parameters = nn.Linear(1, 1).parameters()
+    out["no model"] = error(lambda: Compression(**ARGUMENTS).prepare(fresh, optimizer_of(parameters)))
+    out["no optimizer"] = error(lambda: Compression(**ARGUMENTS).prepare(fresh, network()))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        Compression(**ARGUMENTS)
+        gc.collect()
+    out["unused"] = [str(w.message) for w in told if "sidcomp" in str(w.message)]
+    out["wrong"] = [error(lambda more=more: Compression(**more)) for more in WRONG]
     out["by hand"] = by_hand()
     out["example"] = example("accelerate_loop.py")
     return out
+
+
+WRONG: list[dict[str, Any]] = [
+    {"codec": "topkk"}, {"codec": sidcomp.State("topk"), "density": 0.1}, {"updates": False, "every": 4},
+    {"deadline": 3.0}, {"codec": "int4", "every": 3, "density": 0.1}, {"options": {"seed": 1}},
+]  # fmt: skip
 
 
 def by_hand() -> list[bool]:
@@ -185,8 +220,23 @@ def test_missing_or_mixed_states_are_refused_on_every_rank(results: list[dict[st
     assert any("start from zero" in t for t in results[0]["told"])
 
 
-def test_a_model_must_be_among_the_objects(results: list[dict[str, Any]]) -> None:
-    assert all("made no DDP model" in r["no model"] for r in results)
+def test_a_model_and_its_optimizer_must_be_among_the_objects(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        assert "made no DDP model" in r["no model"]
+        assert "no optimizer among the objects" in r["no optimizer"]
+        assert "call its end() first" in r["again"]
+
+
+def test_wrong_arguments_are_refused_at_once(results: list[dict[str, Any]]) -> None:
+    words = "topkk", "density beside a State", "every: these", "deadline: the", "'density'", "options={"
+    for r in results:
+        assert not r["unused"]
+        assert all(word in said for word, said in zip(words, r["wrong"], strict=True)), r["wrong"]
+
+
+def test_two_models_have_files_of_their_own(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        assert r["two"] == [f"sidcomp-{x}rank{i}.pt" for x in ("1-", "") for i in (0, 1)] and not r["left"]
 
 
 def test_its_optimizer_is_the_one_inside(results: list[dict[str, Any]]) -> None:

@@ -122,26 +122,27 @@ def by_hand(kind: str) -> Run:
 
 def with_accelerate(rank: int, world: int, folder: Path, event: Event, resumes: bool) -> dict[str, Any]:
     import accelerate
-    from sidcomp.frameworks.accelerate import prepare
+    from sidcomp.frameworks.accelerate import Compression
 
     accelerator = accelerate.Accelerator(cpu=True)
     module = network()
-    with sidcomp.State(**ARGUMENTS) as state:
-        model, optimizer = prepare(accelerator, state, module, optimizer_of(module.parameters()))
-        first = 0
-        if resumes:
-            accelerator.load_state(folder / str(SAVES[0]))
-            first = SAVES[0]
-            assert state.state_dict()["step"] == first
-        event.watch(module, first)
-        for step in range(first, SAVES[1]):
-            x, y = list(batches(rank, world))[step % STEPS]
-            optimizer.zero_grad()
-            accelerator.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
-            if step + 1 in SAVES:
-                event.saves(step + 1)
-                accelerator.save_state(folder / str(step + 1))
+    compression = Compression(**ARGUMENTS)
+    model, optimizer = compression.prepare(accelerator, module, optimizer_of(module.parameters()))
+    first = 0
+    if resumes:
+        accelerator.load_state(folder / str(SAVES[0]))
+        first = SAVES[0]
+        assert compression.run is not None and compression.run.state.state_dict()["step"] == first
+    event.watch(module, first)
+    for step in range(first, SAVES[1]):
+        x, y = list(batches(rank, world))[step % STEPS]
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        if step + 1 in SAVES:
+            event.saves(step + 1)
+            accelerator.save_state(folder / str(step + 1))
+    compression.end()
     return dict(module.named_parameters())
 
 

@@ -78,12 +78,12 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
             self.logs: list[dict[str, Any]] = []
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            if self.compression.state is not None:
-                self.first = self.compression.state.state_dict()["step"]
+            if self.compression.run is not None:
+                self.first = self.compression.run.state.state_dict()["step"]
 
         def on_epoch_end(self, *_: Any, model: Any, **__: Any) -> None:
-            self.seen = snapshot(model, self.compression.state.state_dict())
-            self.followed = self.compression.state._engine.rates.optimizers[0]
+            self.seen = snapshot(model, self.compression.run.state.state_dict())
+            self.followed = self.compression.run.state._engine.rates.optimizers[0]
 
         def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
             self.logs.append(dict(logs))
@@ -120,7 +120,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     out: dict[str, Any] = {"plain": plain_loop(rank, world)}
     compression = Compression(**ARGUMENTS)
     trainer, watcher = train(compression, "whole")
-    out["whole"], out["closed"], out["logs"] = watcher.seen, compression.state is None, watcher.logs
+    out["whole"], out["closed"], out["logs"] = watcher.seen, compression.run is None, watcher.logs
     out["followed"] = isinstance(watcher.followed, torch.optim.SGD)
     out["history"] = trainer.state.log_history
     try:

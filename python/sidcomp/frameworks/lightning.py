@@ -1,6 +1,6 @@
-"""Lightning: a callback that compresses the gradients of a DDP run.
+"""Lightning: a callback that compresses what the ranks of a DDP run send each other.
 
-trainer = lightning.Trainer(strategy="ddp", callbacks=[Compression("topk", density=0.05)])
+trainer = lightning.Trainer(strategy="ddp", callbacks=[Compression()])
 """
 
 from typing import Any
@@ -22,61 +22,72 @@ except ModuleNotFoundError:
 from sidcomp import notices, rank_states
 from sidcomp.errors import CheckpointError, SetupError
 from sidcomp.frameworks.session import Session, ddp_of
+from sidcomp.options import Options
+from sidcomp.run import OuterOptimizer, Run
 from sidcomp.state import State
 
 _KEY = "sidcomp"
 
 
 class Compression(Callback):  # type: ignore[misc]
-    """Compresses the gradients of a Lightning run that uses DDP, on CPUs and GPUs.
+    """Calls `sidcomp.compress` in a Lightning run that uses DDP, on CPUs and GPUs.
 
-        compression = Compression("topk", density=0.05)
+        compression = Compression()
         trainer = lightning.Trainer(strategy="ddp", callbacks=[compression])
         trainer.fit(model, batches)
 
-    codec, arguments    those of `sidcomp.State`, of which each call of fit() makes one; or a State, for one
-                        call of fit()
+    codec, updates, every, delay, outer, parts, options, parameters
+                        those of `sidcomp.compress`, which each call of fit() calls; a State as codec serves
+                        one call of fit()
     log                 [True] logs sidcomp/wire_bytes, sidcomp/ratio and sidcomp/density, every
                         `log_every_n_steps` steps, as the model's own `self.log` does
-    checkpoint          [True] saves the states of all ranks in Lightning's checkpoints, under "sidcomp", and
-                        loads them with `fit(ckpt_path=...)`. A checkpoint grows by 4 bytes for each parameter
-                        and rank (memory "residual"), and rank 0 holds them while it saves. False: a resumed
-                        run starts with empty residuals
+    checkpoint          [True] saves what all ranks have not sent in Lightning's checkpoints, under "sidcomp",
+                        and loads it with `fit(ckpt_path=...)`. Rank 0 holds it while it saves: for each rank
+                        4 bytes for each parameter, and where updates are sent also the rank's parameters and
+                        optimizer. False: a resumed run starts with nothing unsent
 
-    It registers the State with Lightning's DDP model before the first step, follows the optimizer and, with
-    precision="16-mixed", the GradScaler, and closes the State when fit() ends. With several optimizers it
-    follows all of them.
+    Before the first step it passes `compress` Lightning's DDP model, its optimizers and, with
+    precision="16-mixed", its GradScaler. Where updates are sent, validation runs on the common parameters and
+    checkpoints have them, and at the end of training the ranks' parameters are averaged. It closes the run
+    when fit() ends; after an exception each rank keeps its own parameters.
 
-    fit() raises SetupError if the strategy is not DDP, if DDP has a hook already, or if a step took no
-    gradient through sidcomp; and the errors of `sidcomp.register` and `State.load_state_dict`.
+    fit() raises SetupError if the strategy is not DDP, if DDP has a hook already, or if gradients are sent
+    and a step took none through sidcomp; and the errors of `sidcomp.compress` and `Run.load`.
     """
 
     def __init__(
         self,
-        codec: State | str | None = None,
+        codec: State | str = "auto",
         *,
+        updates: bool | None = None,
+        every: int | None = None,
+        delay: int = 0,
+        outer: OuterOptimizer | None = None,
+        parts: int = 1,
+        options: Options | None = None,
         log: bool = True,
         checkpoint: bool = True,
-        **arguments: Any,
+        **parameters: Any,
     ) -> None:
         super().__init__()
-        self._session = Session(codec, arguments)
+        asked = {
+            "updates": updates, "every": every, "delay": delay, "outer": outer, "parts": parts,
+            "options": options,
+        }  # fmt: skip
+        self._session = Session(codec, asked, parameters)
         self._log, self._checkpoint = log, checkpoint
-        self._loaded: list[dict[str, Any]] | None = None  # the states of a checkpoint, until there is a State
-        self._final: dict[str, Any] | None = (
-            None  # the state at the end of fit(), for save_checkpoint() after it
-        )
+        self._loaded: list[dict[str, Any]] | None = None  # of a checkpoint, until training starts
+        self._final: dict[str, Any] | None = None  # at the end of fit(), for save_checkpoint() after it
         self._failed = False
         self._first = 0  # the optimizer's steps at the start
 
     @property
-    def state(self) -> State | None:
-        """The State while fit() runs, else None."""
-        return self._session.state
+    def run(self) -> Run | None:
+        """The Run while fit() runs, else None."""
+        return self._session.run
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._failed, self._final = False, None
-        loaded, self._loaded = self._loaded, None
         ddp = ddp_of(trainer.strategy.model)
         if ddp is None:
             strategy = type(trainer.strategy).__name__
@@ -86,14 +97,18 @@ class Compression(Callback):  # type: ignore[misc]
                 )
                 return
             raise SetupError(
-                f"Lightning trains with {strategy}, and sidcomp compresses the gradients of DDP: use "
+                f"Lightning trains with {strategy}, and sidcomp compresses what DDP sends: use "
                 'Trainer(strategy="ddp"), or leave Compression out'
             )
-        state = self._session.start(ddp)
-        self._session.follow(list(trainer.optimizers), getattr(trainer.precision_plugin, "scaler", None))
-        if loaded is not None:
-            self._load(state, loaded)
+        self._session.start(ddp, list(trainer.optimizers), getattr(trainer.precision_plugin, "scaler", None))
+        self._session.in_common(trainer.strategy, "lightning_module_state_dict", copies=True)
         self._first = -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Only now, because Lightning has loaded rank 0's optimizers and GradScaler since on_fit_start.
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and self.run is not None:
+            self.run.load(loaded)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -104,21 +119,33 @@ class Compression(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._session.running:
+        if self.run is None:
             return
         if trainer.global_step > self._first:
             self._session.check()
         if self._log and trainer.loggers and trainer._logger_connector.should_update_logs:
             self.log_dict(self._session.metrics(), on_step=True, on_epoch=False)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._failed = True
-        self._session.close()
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._session.show()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._session.hide()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.run is not None:  # now, because Lightning then moves the model to the CPU
+            self.run.average()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.state is not None:
-            self._final = self.state.state_dict() if self._checkpoint else None
+        if self.run is not None:
+            self._final = self.run.rank_state() if self._checkpoint else None
             self._session.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._failed, self._loaded = True, None
+        self._session.hide()
+        if self.run is not None:
+            self.run.close()  # a checkpoint that is saved now has the common parameters still
 
     # ---- checkpoints
     # ------------------------------------------------------------------------------------------------
@@ -126,11 +153,10 @@ class Compression(Callback):  # type: ignore[misc]
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        alone = trainer.world_size == 1 and self.state is None and self._final is None
+        alone = trainer.world_size == 1 and self.run is None and self._final is None
         if not self._checkpoint or alone:
             return
-        saved = self.state.state_dict() if self.state is not None else self._final
-        if self._failed or saved is None:  # after an error the other ranks may not be here
+        if self._failed or (self.run is None and self._final is None):  # the other ranks may not be here
             notices.warn(
                 "the checkpoint has no residuals, because it is saved after an error or before a call of "
                 "fit(): a run that is resumed from it starts with empty ones",
@@ -138,13 +164,15 @@ class Compression(Callback):  # type: ignore[misc]
                 raises=False,
             )
             return
-        assert dist.group.WORLD is not None
-        states = rank_states.gather(saved, dist.group.WORLD, trainer.strategy.root_device)
-        checkpoint[_KEY] = {"states": states}
+        saved = self.run.rank_state() if self.run is not None else self._final
+        assert saved is not None and dist.group.WORLD is not None
+        ranks = rank_states.gather(saved, dist.group.WORLD, trainer.strategy.root_device)
+        checkpoint[_KEY] = {"ranks": ranks}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        self._loaded = None
         if not self._checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return
         saved = checkpoint.get(_KEY)
@@ -155,14 +183,7 @@ class Compression(Callback):  # type: ignore[misc]
                 trainer.global_rank,
             )
             return
-        states = saved.get("states") if isinstance(saved, dict) else None
-        if not isinstance(states, list) or not states:
+        ranks = saved.get("ranks") if isinstance(saved, dict) else None
+        if not isinstance(ranks, list) or not ranks:
             raise CheckpointError(f'checkpoint["{_KEY}"] is not what Compression has saved')
-        if self.state is not None:
-            self._load(self.state, states)
-        else:
-            self._loaded = states
-
-    def _load(self, state: State, states: list[dict[str, Any]]) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        state.load_state_dict(states[rank] if len(states) == world else states)
+        self._loaded = ranks

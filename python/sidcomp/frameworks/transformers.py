@@ -1,6 +1,6 @@
-"""Transformers: a callback that compresses the gradients of a Trainer that uses DDP.
+"""Transformers: a callback that compresses what the ranks of a Trainer that uses DDP send each other.
 
-trainer = transformers.Trainer(model, arguments, callbacks=[Compression("topk", density=0.05)])
+trainer = transformers.Trainer(model, arguments, callbacks=[Compression()])
 """
 
 import gc
@@ -16,51 +16,67 @@ except ModuleNotFoundError as missing:
         name="transformers",
     ) from missing
 
-from sidcomp import files, notices, rank_states
+from sidcomp import files, notices
 from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.frameworks.session import Session, ddp_of
+from sidcomp.options import Options
+from sidcomp.run import OuterOptimizer, Run
 from sidcomp.state import State
 
 
 class Compression(TrainerCallback):  # type: ignore[misc]
-    """Compresses the gradients of a Transformers Trainer that uses DDP, on CPUs and GPUs.
+    """Calls `sidcomp.compress` in a Transformers Trainer that uses DDP, on CPUs and GPUs.
 
-        trainer = transformers.Trainer(model, arguments, callbacks=[Compression("topk", density=0.05)])
+        trainer = transformers.Trainer(model, arguments, callbacks=[Compression()])
         trainer.train()
 
-    codec, arguments    those of `sidcomp.State`; or a State
-    checkpoint          [True] writes the State of each rank into each checkpoint's folder, sidcomp-rank0.pt
-                        and so on, and loads them in `train(resume_from_checkpoint=...)`
+    codec, updates, every, delay, outer, parts, options, parameters
+                        those of `sidcomp.compress`
+    log                 [True] adds sidcomp/wire_bytes, sidcomp/ratio and sidcomp/density to what the Trainer
+                        logs
+    checkpoint          [True] writes what each rank has not sent into each checkpoint's folder,
+                        sidcomp-rank0.pt and so on, and loads it in `train(resume_from_checkpoint=...)`. Where
+                        updates are sent, the files have the rank's parameters and optimizer, too
     resume_from         [None] the folder of the checkpoint that train() resumes from, if it is neither
                         `--resume_from_checkpoint` of the TrainingArguments nor in their `output_dir`: the
                         Trainer does not tell a callback
 
-    It registers the State with the Trainer's DDP model before the first step, follows the optimizer and the
-    GradScaler of fp16=True, adds sidcomp/wire_bytes, sidcomp/ratio and sidcomp/density to what the
-    Trainer logs, and closes the State when train() ends. Make a new Trainer to train again: DDP takes a hook
-    once.
+    Before the first step it passes `compress` the Trainer's DDP model, its optimizer and, with fp16=True, its
+    GradScaler. Where updates are sent, evaluate(), predict() and save_model() use the common parameters, so
+    checkpoints have them, and at the end of training the ranks' parameters are averaged. It closes the run
+    when train() ends. Make a new Trainer to train again: DDP takes a hook once.
 
-    train() raises SetupError if the Trainer does not use DDP, if DDP has a hook already, or if a step took no
-    gradient through sidcomp; CheckpointError on every rank if states are missing, damaged, or of different
-    runs or steps; and the errors of `sidcomp.register`.
+    train() raises SetupError if the Trainer does not use DDP, if DDP has a hook already, or if gradients are
+    sent and a step took none through sidcomp; and the errors of `sidcomp.compress` and `Run.load`.
     """
 
     def __init__(
         self,
-        codec: State | str | None = None,
+        codec: State | str = "auto",
         *,
+        updates: bool | None = None,
+        every: int | None = None,
+        delay: int = 0,
+        outer: OuterOptimizer | None = None,
+        parts: int = 1,
+        options: Options | None = None,
+        log: bool = True,
         checkpoint: bool = True,
         resume_from: str | Path | None = None,
-        **arguments: Any,
+        **parameters: Any,
     ) -> None:
-        self._session = Session(codec, arguments)
-        self._checkpoint, self._resume_from = checkpoint, resume_from
-        self._first, self._run = 0, ""
+        asked = {
+            "updates": updates, "every": every, "delay": delay, "outer": outer, "parts": parts,
+            "options": options,
+        }  # fmt: skip
+        self._session = Session(codec, asked, parameters)
+        self._log, self._checkpoint, self._resume_from = log, checkpoint, resume_from
+        self._first = 0
 
     @property
-    def state(self) -> State | None:
-        """The State while train() runs, else None."""
-        return self._session.state
+    def run(self) -> Run | None:
+        """The Run while train() runs, else None."""
+        return self._session.run
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -73,7 +89,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
                 notices.warn("the Trainer runs one process, so there is nothing to exchange or to compress")
                 return
             raise SetupError(
-                f"the Trainer trains a {kind}, and sidcomp compresses the gradients of DDP: start one "
+                f"the Trainer trains a {kind}, and sidcomp compresses what DDP sends: start one "
                 "process for each GPU by torchrun, without FSDP or DeepSpeed, or leave Compression out"
             )
         if ddp._comm_hooks:
@@ -81,12 +97,12 @@ class Compression(TrainerCallback):  # type: ignore[misc]
                 "the Trainer's DDP model has a communication hook already, as after an earlier train(), and "
                 "takes only one: make a new Trainer"
             )
-        own = self._session.start(ddp)
-        self._session.follow([trainer.optimizer], trainer.accelerator.scaler)
+        run = self._session.start(ddp, [trainer.optimizer], trainer.accelerator.scaler)
+        for name in ("evaluate", "predict", "save_model"):
+            self._session.in_common(trainer, name)
         self._first = state.global_step
-        self._run = rank_states.agree_on_run(own)
         if state.global_step and self._checkpoint:
-            rank_states.read(self._resume_from or _given(args, state) or self._folder(args, state), own)
+            run.load(self._resume_from or _given(args, state) or self._folder(args, state))
         # Before the callbacks that report, so that they see what on_log adds.
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
@@ -95,7 +111,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._session.running and state.global_step > self._first:
+        if state.global_step > self._first:
             self._session.check()
 
     def on_log(
@@ -106,7 +122,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self._session.running and logs is not None and "loss" in logs:
+        if self._log and self.run is not None and logs is not None and "loss" in logs:
             metrics = self._session.metrics()
             logs.update(metrics)
             if state.log_history:
@@ -115,12 +131,14 @@ class Compression(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.state is not None and self._checkpoint:
-            rank_states.write(self._folder(args, state), self.state, self._run)
+        if self.run is not None and self._checkpoint:
+            self.run.save(self._folder(args, state))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self.run is not None:
+            self.run.average()
         self._session.close()
 
     # ---- the Trainer
