@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,22 @@ def test_several_optimizers_take_one_step_together(order: str) -> None:
         both[one].step()
     before_after = [what for what, _ in owner.calls[1:]]
     assert before_after == ["before", "after"] * {"abab": 2, "aaab": 1, "baab": 2}[order]
+
+
+def test_an_optimizer_that_never_steps_is_named() -> None:
+    p, q = parameter(), parameter()
+    both = [sgd(p), torch.optim.AdamW([q])]
+    owner = Owner(p)
+    Stepping(owner, chains(both))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(300):
+            both[0].step()
+            if step < 150:
+                both[1].step()
+    assert owner.steps == 150
+    (said,) = [str(w.message) for w in told if "sidcomp" in str(w.message)]
+    assert "SGD has stepped 100 times while AdamW has not" in said
 
 
 @pytest.mark.parametrize("way", ["closure", "foreach", "fused", "compiled", "LBFGS"])

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from sidcomp import notices
 from sidcomp.errors import ArgumentError, UnsupportedError
+
+_MOST = 100  # steps of one optimizer while another one does not step
 
 
 class Owner(Protocol):
@@ -40,6 +44,8 @@ class Stepping:
         self._all = {id(links[-1]): index for index, links in enumerate(chains)}
         self._stepped: set[int] = set()  # the optimizers that have taken, or skipped, the present step
         self._calls = [0] * len(chains)  # of each optimizer's own step
+        self._waited = 0  # steps of some optimizers, since all had stepped
+        self._kinds = [type(links[-1]).__name__ for links in chains]
         for links in chains:
             if not hasattr(links[-1], "register_step_post_hook"):
                 raise UnsupportedError(
@@ -75,9 +81,23 @@ class Stepping:
 
     def _count(self, index: int) -> None:
         self._stepped.add(index)
-        if len(self._stepped) == len(self._calls) and self._owner is not None:
+        if len(self._stepped) < len(self._calls):
+            self._waited += 1
+            if self._waited == _MOST and self._owner is not None:
+                self._say(index)
+        elif self._owner is not None:
+            self._waited = 0
             self._stepped.clear()
             self._owner.after()
+
+    def _say(self, index: int) -> None:
+        others = [self._kinds[i] for i in range(len(self._calls)) if i not in self._stepped]
+        notices.warn(
+            f"{self._kinds[index]} has stepped {_MOST} times while {' and '.join(others)} has not, and "
+            "nothing was exchanged meanwhile: a step ends when every optimizer that sidcomp.compress was "
+            "given has stepped. Give it those that step now, and call it again when another one begins",
+            dist.get_rank() if dist.is_initialized() else 0,
+        )
 
     def calls(self, index: int) -> int:
         return self._calls[index]
