@@ -380,6 +380,42 @@ def test_what_differs_between_ranks_is_saved(tmp_path: Path, form: str) -> None:
         assert torch.equal(whole, resumed)
 
 
+def elsewhere(rank: int, world: int, folder: str, saves: bool, arguments: dict[str, Any]) -> list[Any]:
+    """Saves, or loads at another number of ranks, after an exchange."""
+    module = network(0 if saves else 4)
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, **arguments) as it:
+        if saves:
+            train(module, optimizer, rank, range(6))
+            it.save(folder)
+        else:
+            assert it.load(folder)
+        with it.common():
+            point = flat(module)
+        steps = max(float(of["step"]) for of in optimizer.state.values())
+        it.average()
+        averaged = flat(module)
+        train(module, optimizer, rank, range(6, 9))
+        with it.common():
+            return [point, averaged, steps, alike(flat(module))]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    "arguments", [{"codec": "topk", "density": 0.1}, {"codec": "int4", "every": 2, "parts": 2}]
+)
+def test_updates_resume_at_another_number_of_ranks(
+    tmp_path: Path, world: int, arguments: dict[str, Any]
+) -> None:
+    point, averaged, *_ = run(elsewhere, 2, str(tmp_path), True, arguments)[0]
+    for r in run(elsewhere, world, str(tmp_path), False, {**arguments, "updates": True}):
+        assert torch.equal(r[0], point) and r[2:] == [6.0, True]
+        if "parts" not in arguments:  # else what was done after a part's last exchange is lost
+            torch.testing.assert_close(
+                world * (r[1] - point), 2 * (averaged - point)
+            )  # the sum of the errors
+
+
 def chosen(rank: int, world: int, folder: str) -> dict[str, Any]:
     module, said = network(rank), io.StringIO()
     optimizer = adamw(module)
