@@ -70,7 +70,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     add(
         "--local-error",
         action="store_true",
-        help="compress what the optimizer does, not gradients (sidcomp.LocalError)",
+        help="send updates, what each rank's optimizer does, and not gradients",
     )
     add(
         "--every",
@@ -84,7 +84,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         type=int,
         choices=[0, 1],
         default=0,
-        help="with --local-error: 1 exchanges beside the next step; 0 unless given",
+        help="with --local-error: 1 exchanges beside the steps up to the next exchange; 0 unless given",
     )
     add(
         "--noise-correction",

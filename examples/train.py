@@ -4,7 +4,7 @@
 
 `make train` starts it by launch.py instead, with a link of limited bandwidth between the ranks. It prints a
 table and writes it, with a picture, to --out. What is trained is in tasks.py, how it is shown in report.py.
-What a script needs of sidcomp is in Trainer: a State, register() or LocalError, state_dict() and close().
+What a script needs of sidcomp is in Trainer: a State, register() or compress(), state_dict() and close().
 """
 
 import gc
@@ -68,7 +68,7 @@ class Trainer:
         self.clip = args.clip if compress and args.clip is not None else usual
         self.carry: torch.Tensor | None = None  # what the task keeps from step to step
         self.state: sidcomp.State | None = None
-        self.local: sidcomp.LocalError | None = None
+        self.local: sidcomp.Run | None = None
         self.run.elements = sum(p.numel() for p in self.module.parameters())
 
         self.file: Path | None = None
@@ -101,14 +101,15 @@ class Trainer:
         others = shard(self.module, args.shards, task.device) if local and args.shards > 1 else None
         self.optimizer = self.make_optimizer(momentum)
         if self.state is not None and local:
-            self.local = sidcomp.LocalError(
+            self.local = sidcomp.compress(
                 self.module,
                 self.optimizer,
                 self.state,
+                updates=True,
                 every=args.every,
-                delay=args.delay,
-                noise_correction=args.noise_correction,
+                delay=args.delay * args.every,
                 process_group=others,
+                options=sidcomp.Options(error="parameters", noise_correction=args.noise_correction),
             )
         elif self.state is not None:
             sidcomp.check_optimizer(self.state, self.optimizer, clip_grad_norm=self.clip)
@@ -116,10 +117,10 @@ class Trainer:
                 self.state.follow(self.optimizer)
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])
-            if self.state is not None:
-                self.state.load_state_dict(saved["state"])
             if self.local is not None:
-                self.local.load_state_dict(saved["local"])
+                self.local.load_state_dict(saved["run of sidcomp"])
+            elif self.state is not None:
+                self.state.load_state_dict(saved["run of sidcomp"])
             self.carry = saved["carry"]
             self.run = Run(**saved["run"])
         self.first = self.run.step
@@ -154,7 +155,7 @@ class Trainer:
             if self.file is not None and run.step % self.args.checkpoint_every == 0:
                 self.save()
         if self.local is not None and run.step == self.args.steps and run.step % self.args.every:
-            self.local.exchange()  # what the last steps did
+            self.local.average()  # what the last steps did
         now = tcp_bytes_sent()
         steps = until - before
         if run.found and sent is not None and now is not None:
@@ -176,16 +177,13 @@ class Trainer:
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
-        if self.local is not None:
-            self.local.step()
-        else:
-            self.optimizer.step()
+        self.optimizer.step()
         return loss.item()
 
     def evaluate(self) -> None:
         """The task's metric over all that is held out; each rank measures its share."""
         self.module.eval()
-        with torch.no_grad(), self.local.agreed() if self.local is not None else nullcontext():
+        with torch.no_grad(), self.local.common() if self.local is not None else nullcontext():
             both = torch.tensor(self.task.measure(self.module), dtype=torch.float64, device=self.task.device)
         self.module.train()
         dist.all_reduce(both)
@@ -208,13 +206,12 @@ class Trainer:
         """Each rank its own file: what the memory keeps differs from rank to rank."""
         assert self.file is not None
         self.read_stats()
-        part = self.file.with_suffix(".part")
+        part, ours = self.file.with_suffix(".part"), self.local or self.state
         torch.save(
             {
                 "model": self.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "state": self.state.state_dict() if self.state is not None else None,
-                "local": self.local.state_dict() if self.local is not None else None,
+                "run of sidcomp": None if ours is None else ours.state_dict(),
                 "carry": self.carry,
                 "run": asdict(self.run),
             },

@@ -19,8 +19,8 @@ auto                    State("auto"): groups, codecs and exchanges chosen
 DOOR/...                another door than DDP's hook, before any of these: pg/topk is DDP over the backend
                         "sidcomp", hsdp/dense plain HSDP on two replicas, hsdp/topk:bucket
                         sidcomp.fsdp.compress, and hsdp-pg/topk HSDP whose replicas average over the backend.
-                        local/topk is sidcomp.LocalError without DDP, local/none the same uncompressed, and
-                        hsdp-local/topk LocalError between the two replicas of HSDP
+                        local/topk is updates without DDP, local/none the same uncompressed, and
+                        hsdp-local/topk updates between the two replicas of HSDP
 """
 
 import re
@@ -60,8 +60,8 @@ class Hook(NamedTuple):
         return self.kind not in OF_TORCH or ":" in self.name or self.exchange is not None
 
     @property
-    def of_local_error(self) -> bool:
-        """Whether rank.py makes a LocalError, which needs the optimizer."""
+    def of_updates(self) -> bool:
+        """Whether rank.py calls sidcomp.compress, which needs the optimizer."""
         return self.door in ("local", "hsdp-local")
 
     @property
@@ -151,7 +151,7 @@ class Hook(NamedTuple):
             both = [group, mesh.get_group("shard")]
             mesh = DeviceMesh.from_group(both, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
         others = mesh.get_group("replicate")
-        if self.of_local_error:
+        if self.of_updates:
             mesh = mesh["shard"]
         for layer in getattr(module, "blocks", module.children()):
             if any(p.numel() > 1024 for p in layer.parameters()):
@@ -159,7 +159,7 @@ class Hook(NamedTuple):
         fully_shard(module, mesh=mesh)
         if group is not None or not self.ours:
             return module, Backend(group) if group is not None else None
-        if self.of_local_error:
+        if self.of_updates:
             return module, self._state(momentum, others)
         state = self._state(momentum)
         sidcomp.fsdp.compress(module, state)

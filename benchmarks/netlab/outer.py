@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 import sidcomp
 import torch
 import torch.distributed as dist
+from sidcomp.config.accuracy import OUTER
+from sidcomp.local.steps import Updates
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.netlab.rank import transmitted
@@ -32,9 +35,10 @@ RATES = {"lm": 0.004, "gpt": 0.003}
 
 
 class Way(NamedTuple):
-    """door: "nothing" (no communication), "all-reduce" (of the gradients), "DDP", "Outer" or "LocalError".
-    state: makes the State, where it is not the door's own. how: further arguments of Outer (delay: in parts
-    of `every`) or LocalError. every: steps between two exchanges; None: as many as the caller says."""
+    """door: "nothing" (no communication), "all-reduce" (of the gradients), "DDP", or updates: "Outer" with an
+    outer optimizer, or "LocalError" with errors in the parameters. state: makes the State, where it is not
+    the default. how: further arguments for updates (delay: in parts of `every`), lr and momentum of the outer
+    optimizer among them. every: steps between two exchanges; None: as many as the caller says."""
 
     door: str
     state: Callable[[], sidcomp.State] | None = None
@@ -92,6 +96,14 @@ WAYS = {
 }
 
 
+def outer_of(state: sidcomp.State, how: dict[str, Any]) -> Any:
+    """The outer optimizer, whose arguments are taken out of `how`: unless they say else, DiLoCo's without a
+    lossy codec, else SparseLoCo's."""
+    usual = {"lr": 1.0, "momentum": 0.0} if state.settings.lossy else {"lr": 0.7, "momentum": 0.9}
+    lr, momentum = (how.pop(name, value) for name, value in usual.items())
+    return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+
 class Run:
     """One way: its model and optimizer, and the ends of its steps by this rank's clock."""
 
@@ -108,8 +120,8 @@ class Run:
             self.parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self.model: torch.nn.Module = self.module
-        self.outer: sidcomp.Outer | None = None
-        self.local: sidcomp.LocalError | None = None
+        self.updates: Updates | None = None
+        self.in_parameters = False  # the error
         way = WAYS[name]
         self.state = way.state() if way.state is not None else None
         self.reduces = way.door == "all-reduce"
@@ -119,14 +131,16 @@ class Run:
             if self.state is not None:
                 sidcomp.register(self.model, self.state)
                 self.state.follow(self.optimizer)
-        elif way.door == "LocalError":
-            self.local = sidcomp.LocalError(self.module, self.optimizer, self.state, every=every, **how)
-            self.state = self.local.state
-        elif way.door == "Outer":
+        elif way.door in ("LocalError", "Outer"):
             how["delay"] = round(how.get("delay", 0) * every)
-            self.outer = sidcomp.Outer(self.module, self.optimizer, self.state, every=every, **how)
-            self.state = self.outer.state
-        self.plain = self.local is None and self.outer is None  # every step takes equally long
+            self.in_parameters = way.door == "LocalError"
+            if self.in_parameters:
+                self.state = self.state or sidcomp.State()
+            else:
+                self.state = self.state or sidcomp.State(OUTER[0], **OUTER[1])
+                how |= {"error": "memory", "outer": outer_of(self.state, how)}
+            self.updates = Updates(self.module, self.optimizer, self.state, every=every, **how)
+        self.plain = self.updates is None  # every step takes equally long
         self.clip: float = spec["clip"]
         self.carry: torch.Tensor | None = None
         self.steps = 0
@@ -143,7 +157,7 @@ class Run:
             for p, g in zip(self.parameters, means, strict=True):
                 p.grad = g.view_as(p)
         torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        (self.local or self.outer or self.optimizer).step()
+        self.optimizer.step()
         self.steps += 1
 
     def train(self, steps: int) -> None:
@@ -157,10 +171,8 @@ class Run:
     def evaluate(self) -> float:
         """The loss on all that is held out, of what the ranks agree on; each rank measures its share."""
         with contextlib.ExitStack() as stack:
-            if self.local is not None:
-                stack.enter_context(self.local.agreed())
-            elif self.outer is not None:
-                stack.enter_context(self.outer.common_point())
+            if self.updates is not None:
+                stack.enter_context(self.updates.common())
             self.module.eval()
             with torch.no_grad():
                 total = torch.tensor(self.task.measure(self.module), dtype=torch.float64)
@@ -188,12 +200,13 @@ def learn(spec: dict[str, Any], rank: int, world: int) -> dict[str, float]:
     start = time.perf_counter()
     run.train(spec["steps"])
     took = time.perf_counter() - start
-    if run.outer is not None and spec["average"]:
-        run.outer.average()
-    elif run.outer is not None:
-        run.outer._land()
-    elif run.local is not None and spec["average"] and spec["steps"] % spec["every"]:
-        run.local.exchange()
+    if run.updates is not None and run.in_parameters:
+        if spec["average"] and spec["steps"] % spec["every"]:
+            run.updates.exchange()
+    elif run.updates is not None:
+        if spec["average"]:
+            run.updates.exchange()
+        run.updates._land()
     ratio = 1.0
     if run.state is not None:
         all_reduce = 2 * (world - 1) / world * 4 * sum(p.numel() for p in run.parameters)
@@ -209,14 +222,15 @@ def compare(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]
     for name, every in spec["ways"]:
         run = Run(spec, name, every, rank, world)
         steps = spec["steps"] if run.plain else spec["rounds"] * every
-        if run.local is not None:
-            run.timed((1 + run.local.delay) * every)  # the first exchange makes the groups
-        elif run.outer is not None:
+        if run.updates is None:
             run.timed(WARM)
-            run.outer.average()  # makes the groups
-            run.timed(every - WARM + run.outer.delay)  # to the end of an exchange
+        elif run.in_parameters:
+            run.timed(every + run.updates.delay)  # the first exchange makes the groups
         else:
             run.timed(WARM)
+            run.updates.exchange()  # makes the groups
+            run.updates._land()
+            run.timed(every - WARM + run.updates.delay)  # to the end of an exchange
         dist.barrier()
         before = transmitted()
         mine: dict[str, Any] = {"stamps": run.timed(steps)}
@@ -236,13 +250,12 @@ def compare(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]
 
 
 def lose(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
-    """Outer with a deadline, in which the last rank ends in the middle of a round. Returns the end of each
+    """Updates with a deadline, in which the last rank ends in the middle of a round. Returns the end of each
     round, and who took part in it."""
     every = spec["every"]
     run = Run({**spec, "how": {"deadline": spec["deadline"]}}, "Outer, deadline", every, rank, world)
-    assert run.outer is not None
-    attendance = run.outer._attendance
-    assert attendance is not None
+    assert run.updates is not None and run.updates.meetings is not None
+    attendance = run.updates.meetings.attendance
     ends, end = [{"at": time.perf_counter(), "members": list(range(world))}], attendance.end
 
     def ended() -> Any:

@@ -59,9 +59,9 @@ class Run:
         self.optimizer = torch.optim.SGD(
             self.module.parameters(), lr=task.lr, momentum=0.0 if held else task.momentum
         )
-        self.local: sidcomp.LocalError | None = None
-        if self.state is not None and self.hook is not None and self.hook.of_local_error:
-            self.local = sidcomp.LocalError(self.module, self.optimizer, self.state)
+        self.run: sidcomp.Run | None = None
+        if self.state is not None and self.hook is not None and self.hook.of_updates:
+            self.run = sidcomp.compress(self.module, self.optimizer, self.state, updates=True)
         self.carry: torch.Tensor | None = None
         self.losses: list[float] = []
         self.milliseconds: list[float] = []
@@ -74,7 +74,7 @@ class Run:
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
-        (self.local or self.optimizer).step()
+        self.optimizer.step()
         self.losses.append(loss.item())
 
     def warm_up(self, steps: int) -> None:
