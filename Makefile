@@ -185,8 +185,8 @@ venv-docs: # neither torch nor the extension: the site is made from the sources
 ASANPY   = $(CURDIR)/build/asan-python
 # Some of everything that gets pointers from Python: arrays, payloads, checkpoints, ranks that exchange; and each door.
 ASANDOOR = $(addprefix doors/,test_doors.py::test_with_codec_none_all_doors_give_the_same_bits test_fsdp.py::test_the_reduce_scatter \
-    test_all_gather.py::test_parameters_travel_rounded) $(addprefix runtime/,test_local_steps.py::test_buffers_are_rank_0s \
-    test_local_error.py::test_a_rank_that_is_not_finite_leaves_the_merge_finite test_outer.py::test_what_is_not_finite_is_undone)
+    test_all_gather.py::test_parameters_travel_rounded) $(addprefix runtime/,test_error_in_memory.py::test_buffers_are_rank_0s \
+    test_error_in_parameters.py::test_a_rank_that_is_not_finite_leaves_the_average_finite test_outer.py::test_what_is_not_finite_is_undone)
 ASANSOME = $(addprefix tests/,codecs/test_compressor.py codecs/test_wire.py codecs/test_memories.py ddp/test_dense.py ddp/test_reductions.py ddp/test_checkpoint.py $(ASANDOOR))
 # In a shared library clang leaves the sanitizer's functions to whoever loads it.
 ASANLIB  = $(if $(findstring clang,$(CC)),libclang_rt.asan-$(shell uname -m).so,libasan.so)

@@ -35,16 +35,10 @@ if TYPE_CHECKING:
     from sidcomp import fsdp
     from sidcomp.doors.backend.process_group import configure, process_group
     from sidcomp.doors.ddp import hook, register, rewrap
-    from sidcomp.local.local_error import LocalError
-    from sidcomp.local.local_steps import LocalSteps
-    from sidcomp.local.outer import Outer
     from sidcomp.run import Run, compress
     from sidcomp.state import State, preset
 
 _LAZY = {
-    "LocalError": "sidcomp.local.local_error",
-    "LocalSteps": "sidcomp.local.local_steps",
-    "Outer": "sidcomp.local.outer",
     "Run": "sidcomp.run",
     "State": "sidcomp.state",
     "compress": "sidcomp.run",
@@ -62,11 +56,8 @@ __all__ = [
     "Compute",
     "Compressor",
     "Link",
-    "LocalError",
-    "LocalSteps",
     "Loopback",
     "Options",
-    "Outer",
     "Parameter",
     "Profile",
     "Run",

@@ -127,7 +127,7 @@ class State(OptimizerFit):
                     depends on the optimizer given to `follow`: with Adam and AdamW the default codec is
                     "int4", because a fortieth of the bytes raises the loss by up to 5.5 %
                     (docs/accuracy.md). If the model is trained with one and is not followed, a warning says
-                    so once. With `LocalError` you can send fewer bytes.
+                    so once. Updates can be sent in fewer bytes: `sidcomp.compress` of a module without DDP.
     profile         [None] for planned groups: a Profile of an earlier run or the path of its file, in place
                     of measuring again (`state.profile.save(path)` writes one). One that does not fit is not
                     used.
@@ -286,7 +286,7 @@ class State(OptimizerFit):
         wire_bytes                  sent to other ranks, and on average received from them: of an all-gather
                                     (world - 1) payloads, of an all-reduce 2 (world - 1) / world of the
                                     payload's body, as in a ring; of messages, all bytes of the messages
-                                    Includes what LocalError compares for its noise correction
+                                    Includes what ranks compare for the noise correction of updates
         dense_wire_bytes, ratio     the same of plain DDP, 2 (world - 1) / world of dense_bytes;
                                     dense_wire_bytes / wire_bytes, and 0 if nothing travelled
         control_bytes               received for checksums and for agreeing on groups
@@ -388,14 +388,14 @@ class State(OptimizerFit):
         You do not need it if you give the scaler to `follow`.
 
         Residuals are in units of scaled gradients: when the scale changes, they are multiplied by new / old.
-        From the first scale other than 1 on, nonfinite=None means "rollback". Raises SetupError beside
-        LocalError, LocalSteps and Outer, which take the scaler in `step`.
+        From the first scale other than 1 on, nonfinite=None means "rollback". Raises SetupError where
+        updates are sent.
         """
         value = above_zero(scale, f"update_scale(scale={scale!r})", "scaler.get_scale()")
         if self._door is not None and self._door.model.updates:
             raise SetupError(
                 "update_scale() rescales residuals of scaled gradients, but what optimizers did is in the "
-                "unit of the parameters: leave it out, and call step(scaler=scaler)"
+                "unit of the parameters: leave it out"
             )
         self._engine.quiet()
         if value != 1:  # which a scaler that is not enabled says

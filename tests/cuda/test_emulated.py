@@ -113,13 +113,8 @@ def test_exchanges_on_the_emulation() -> None:
 
 
 @pytest.mark.slow
-def test_local_error_on_the_emulation() -> None:
-    run(share=1, tests="tests/cuda/test_cuda_local_error.py")
-
-
-@pytest.mark.slow
-def test_local_steps_on_the_emulation() -> None:
-    run(share=1, tests="tests/cuda/test_cuda_local_steps.py")
+def test_updates_on_the_emulation() -> None:
+    run(share=1, tests="tests/cuda/test_cuda_updates.py")
 
 
 def test_nccl_on_the_emulation() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import run
 from sidcomp.config.kinds import from_environment
+from sidcomp.local.steps import Updates
 from sidcomp.runtime.cuda_executor import CudaExecutor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -62,13 +63,11 @@ def cases() -> dict[str, Case]:
     compressor, loopback = sidcomp.Compressor("topk", 100), sidcomp.Loopback(2, "allgather", "topk", 100)
     summed = sidcomp.Compressor("powersgd", 100, world=2)
     simulated = sidcomp.simulate(1000, worlds=[2])
-    own = {"module": module, "optimizer": optimizer}
+    own = {"module": module, "optimizers": optimizer}
     found: dict[str, Case] = {
         "Compressor": (sidcomp.Compressor, {"codec": "topk", "n": 100}),
         "Loopback": (sidcomp.Loopback, {"world": 2, "exchange": "allgather", "codec": "topk", "n": 100}),
-        "LocalSteps": (sidcomp.LocalSteps, {**own, "state": sidcomp.State("topk")}),
-        "LocalError": (sidcomp.LocalError, own),
-        "Outer": (sidcomp.Outer, own),
+        "Updates": (Updates, {**own, "state": sidcomp.State("topk")}),
         "Profile": (sidcomp.Profile.load, {}),
         "Profile.of": (sidcomp.Profile.of, {}),
         "State auto": (sidcomp.State, {"codec": "auto"}),

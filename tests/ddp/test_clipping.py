@@ -9,6 +9,7 @@ import pytest
 import sidcomp
 import torch
 from harness import run
+from sidcomp.local.steps import Updates
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -83,12 +84,12 @@ def test_what_cannot_be_clipped_is_refused(arguments: dict[str, Any], text: str)
         sidcomp.State(**arguments)
 
 
-def local_error(rank: int, world: int) -> str:
+def of_updates(rank: int, world: int) -> str:
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     state = sidcomp.State("topk", density=0.5, clip_gradient=1.0)
     try:
-        sidcomp.LocalError(module, optimizer, state)
+        Updates(module, optimizer, state)
     except sidcomp.SetupError as e:
         return str(e)
     finally:
@@ -97,7 +98,7 @@ def local_error(rank: int, world: int) -> str:
 
 
 def test_updates_are_not_clipped_for_gradients() -> None:
-    for text in run(local_error, 2):
+    for text in run(of_updates, 2):
         assert "clip_gradient=1 clips what DDP averages" in text
 
 

@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
+import torch.distributed as dist
 from cases import CASES, Case, Scrambled, Trainer, square
 from harness import run
+from local_training import KINDS, updates
 from sidcomp.autotune import measurement
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.frameworks.session import Session
@@ -377,34 +379,29 @@ def test_a_gradscaler_that_is_not_enabled_is_none() -> None:
     run(not_enabled, 1)
 
 
-LOCAL = [sidcomp.LocalError, sidcomp.LocalSteps, sidcomp.Outer]
-
-
-def scaled_locally(rank: int, world: int, kind: Any) -> None:
-    """The use that the pages show, as far as the third exchange, in which a State looks for a scaler."""
+def scaled_locally(rank: int, world: int, kind: str) -> None:
+    """As far as the third exchange, in which a State looks for a scaler."""
     for enabled in (True, False):
         module = Scrambled()
         optimizer = torch.optim.SGD(module.parameters(), 0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
         state = sidcomp.State(**SPARSE)
         with sidcomp.strict(), state:
-            local = kind(module, optimizer, state, every=1)
+            updates(kind, module, optimizer, state, every=1)
             for _ in range(engines._LOOK_AT + 1):
                 optimizer.zero_grad()
-                scaler.scale(module(torch.ones(4, 12)).sum()).backward()
+                scaler.scale((1 + rank) * module(torch.ones(4, 12)).sum()).backward()
                 before = [p.detach().clone() for p in module.parameters()]
-                local.step(scaler=scaler)
+                scaler.step(optimizer)
                 after = list(module.parameters())
                 assert not all(torch.equal(p, q) for p, q in zip(after, before, strict=True))
                 scaler.update()
-            with pytest.raises(sidcomp.SetupError, match=r"step\(scaler=scaler\)"):
+            with pytest.raises(sidcomp.SetupError, match="unit of the parameters"):
                 state.update_scale(scaler.get_scale())
-            if not enabled:  # then the optimizer may evaluate a closure
-                assert local.step(lambda: 3.0, scaler=scaler) == 3.0
 
 
-@pytest.mark.parametrize("kind", LOCAL)
-def test_a_gradscaler_given_to_step_raises_no_alarm(kind: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradscaler_beside_updates_raises_no_alarm(kind: str) -> None:
     run(scaled_locally, 2, kind)
 
 
@@ -862,23 +859,21 @@ def test_a_module_that_was_converted_after_ddp_wrapped_it_is_spoken_of(how: str)
         assert "the ranks drift apart" in text and "before DDP(module)" in text
 
 
-def converted_locally(rank: int, world: int, kind: Any) -> None:
+def converted_locally(rank: int, world: int, kind: str) -> None:
     for steps in (0, 2):
         for how in ("half", "double", "to") if steps else ("to", "a part"):
             module = layers()
             optimizer = torch.optim.SGD(module.parameters(), 0.1)
             with sidcomp.State(**SPARSE) as state:
-                local = kind(module, optimizer, state, every=1)
+                updates(kind, module, optimizer, state, every=1)
                 for _ in range(steps):
                     forward(module, module).backward()
-                    local.step()
+                    optimizer.step()
                 CONVERSIONS[how](module)
                 before = [p.detach().clone() for p in module.parameters()]
-                name = kind.__name__
-                with pytest.raises(
-                    sidcomp.SetupError, match=f"since {name} was made, from float32 on cpu to "
-                ):
-                    local.step()
+                said = r"since sidcomp.compress\(\) was called, from float32 on cpu to "
+                with pytest.raises(sidcomp.SetupError, match=said):
+                    optimizer.step()
                 after = list(module.parameters())
                 assert all(torch.equal(p, q) for p, q in zip(after, before, strict=True))
                 with warnings.catch_warnings():
@@ -886,14 +881,14 @@ def converted_locally(rank: int, world: int, kind: Any) -> None:
                     state.close()
 
 
-@pytest.mark.parametrize("kind", LOCAL)
-def test_a_module_that_was_converted_under_local_steps_is_refused(kind: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_that_was_converted_under_updates_is_refused(kind: str) -> None:
     run(converted_locally, 2, kind)
 
 
 # ---- a program that resumes without its State --------------------------------------------------------------
 
-KINDS: dict[str, Any] = {
+OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
     "fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
     "momentum": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
@@ -906,9 +901,8 @@ class Run:
 
     def __init__(self, door: Any, kind: str, own: sidcomp.State | None) -> None:
         self.module = layers()
-        self.optimizer = KINDS[kind](self.module.parameters())
+        self.optimizer = OPTIMIZERS[kind](self.module.parameters())
         self.state, self.door, self.model = own, door, self.module
-        self.local: Any = None
 
     def begin(self) -> None:
         if self.state is None:
@@ -919,13 +913,19 @@ class Run:
             if self.door == "follow":
                 self.state.follow(self.optimizer)
         else:
-            self.local = self.door(self.module, self.optimizer, self.state, every=1)
+            updates(self.door, self.module, self.optimizer, self.state, every=1)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.optimizer.zero_grad()
             forward(self.module, self.model).backward()
-            (self.local or self.optimizer).step()
+            draw = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+            for p in (
+                self.module.parameters() if self.door in KINDS else ()
+            ):  # each rank has its own gradients
+                assert p.grad is not None
+                p.grad += torch.randn(p.shape, generator=draw)
+            self.optimizer.step()
 
 
 def saved_by(door: Any, kind: str) -> dict[str, Any]:
@@ -987,9 +987,9 @@ def resumed(rank: int, world: int, door: Any, kind: str) -> dict[str, list[str]]
         ("register", "momentum"),
         ("register", "fused"),
         ("register", "SGD"),
-        (sidcomp.LocalError, "AdamW"),
-        (sidcomp.LocalSteps, "momentum"),
-        (sidcomp.Outer, "AdamW"),
+        ("parameters", "AdamW"),
+        ("memory", "momentum"),
+        ("outer", "AdamW"),
     ],
 )
 def test_a_run_that_resumes_without_its_state_is_told_so(door: Any, kind: str) -> None:
@@ -1003,5 +1003,5 @@ def test_a_run_that_resumes_without_its_state_is_told_so(door: Any, kind: str) -
             assert line.startswith(
                 f'{its} has steps behind it, from a checkpoint, and State("topk") has none'
             )
-            local = "" if isinstance(door, str) else f"the state_dict() of {door.__name__} and "
+            local = "the state_dict() of sidcomp.compress() and " if door in KINDS else ""
             assert f"Save {local}state.state_dict() on every rank" in line

@@ -14,6 +14,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from local_training import updates
 from sidcomp import rank_states
 from sidcomp.autotune import codec_benchmark, probe
 from sidcomp.config.exchange_choice import ExchangeChoice
@@ -195,14 +196,14 @@ def replicated(rank: int, world: int) -> Bits:
 def local(
     rank: int, world: int, kind: str, codec: str, arguments: dict[str, Any], how: dict[str, Any]
 ) -> Bits:
-    """LocalError, LocalSteps and Outer."""
+    """Updates."""
     bits: Bits = {}
     saved: Any = None
     for _ in range(2):
         model = network()
         optimizer = adam(model)
         state = sidcomp.State(codec, **arguments)
-        steps = getattr(sidcomp, kind)(model, optimizer, state, **how)
+        steps = updates(kind, model, optimizer, state, **how)
         if saved is not None:
             optimizer.load_state_dict(saved["optimizer"])
             state.load_state_dict(saved["state"])
@@ -210,7 +211,7 @@ def local(
         for step in range(2 * STEPS):
             optimizer.zero_grad()
             backward(model, rank, step)
-            steps.step()
+            optimizer.step()
         saved = {
             "steps": steps.state_dict(),
             "state": state.state_dict(),
@@ -275,18 +276,18 @@ DOORS: dict[str, Callable[[int, int], Bits]] = {
     "replicate": replicated,
     "HSDP": partial(hsdp, shards=False),
     "FSDP2": partial(hsdp, shards=True),
-    "LocalError": partial(local, kind="LocalError", codec="topk", arguments=TOPK, how={}),
-    "LocalError, steps": partial(
-        local, kind="LocalError", codec="topk", arguments=TOPK | {"exchange": "twoshot"},
+    "updates": partial(local, kind="parameters", codec="topk", arguments=TOPK, how={}),
+    "updates, steps": partial(
+        local, kind="parameters", codec="topk", arguments=TOPK | {"exchange": "twoshot"},
         how={"every": 2, "noise_correction": True},
     ),
-    "LocalError, rows": partial(
-        local, kind="LocalError", codec="topk", arguments=TOPK, how={"noise_correction": "rows"}
+    "updates, rows": partial(
+        local, kind="parameters", codec="topk", arguments=TOPK, how={"noise_correction": "rows"}
     ),
-    "LocalSteps": partial(local, kind="LocalSteps", codec="topk", arguments=TOPK, how={"every": 2}),
-    "Outer": partial(local, kind="Outer", codec="none", arguments={}, how={"every": 2}),
-    "Outer, deadline": partial(
-        local, kind="Outer", codec="topk", arguments=TOPK, how={"every": 2, "deadline": 60.0}
+    "updates, averaged": partial(local, kind="memory", codec="topk", arguments=TOPK, how={"every": 2}),
+    "updates, DiLoCo": partial(local, kind="outer", codec="none", arguments={}, how={"every": 2}),
+    "updates, deadline": partial(
+        local, kind="outer", codec="topk", arguments=TOPK, how={"every": 2, "deadline": 60.0}
     ),
     "standalone": standalone,
     "benchmarks": benchmarks,

@@ -9,6 +9,7 @@ import pytest
 import sidcomp
 import torch
 from harness import run
+from local_training import KINDS, updates
 from test_fsdp import alike, backward, flat, network
 from torch import nn
 from torch.distributed import group, new_group
@@ -97,17 +98,15 @@ class Run:
             mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("replicate",))
             sidcomp.fsdp.compress(replicate(model, mesh=mesh), self.state)
         self.optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        self.step_by: Any = self.optimizer
-        if door in LOCAL:
+        if door in KINDS:
             own = new_group()  # an error may leave an exchange of noise on one rank
-            self.step_by = getattr(sidcomp, door)(model, self.optimizer, self.state, process_group=own, **how)
-            self.loaded["door"] = self.step_by
+            self.loaded["door"] = updates(door, model, self.optimizer, self.state, process_group=own, **how)
 
     def steps(self, rank: int, number: int) -> None:
         for step in range(number):
             self.optimizer.zero_grad()
             backward(self.model, rank, step)
-            self.step_by.step()
+            self.optimizer.step()
 
     def saved(self) -> dict[str, Any]:
         return {name: copy.deepcopy(x.state_dict()) for name, x in self.loaded.items()}
@@ -115,9 +114,6 @@ class Run:
     def load(self, saved: dict[str, Any]) -> None:
         for name, x in self.loaded.items():
             x.load_state_dict(saved[name])
-
-
-LOCAL = ("LocalError", "LocalSteps", "Outer")
 
 
 def alone(rank: int, world: int, door: str, codecs: list[str], how: dict[str, Any]) -> list[str]:
@@ -163,11 +159,11 @@ def alone(rank: int, world: int, door: str, codecs: list[str], how: dict[str, An
     [
         ("hook", ["topk", "auto"], {}),
         ("fsdp", ["topk", "auto"], {}),
-        ("LocalError", ["topk", "auto"], {}),
-        ("LocalError", ["topk"], {"noise_correction": "rows"}),
-        ("LocalSteps", ["topk"], {"noise_correction": True}),
-        ("LocalSteps", ["topk"], {"every": 2, "parts": 2}),  # one of them in each step
-        ("Outer", ["topk"], {"every": 1}),
+        ("parameters", ["topk", "auto"], {}),
+        ("parameters", ["topk"], {"noise_correction": "rows"}),
+        ("memory", ["topk"], {"noise_correction": True}),
+        ("memory", ["topk"], {"every": 2, "parts": 2}),  # one of them in each step
+        ("outer", ["topk"], {"every": 1}),
     ],
 )
 def test_a_checkpoint_on_one_rank_alone(door: str, codecs: list[str], how: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from changing import Changing, Silent, native, shared_store
 from harness import run
+from local_training import KINDS, updates
 from sidcomp import rank_states
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
@@ -349,11 +350,9 @@ def refused(rank: int, world: int) -> dict[str, str]:
         ddp = DistributedDataParallel(module, process_group=group)
         sidcomp.register(ddp, sidcomp.State(*codec, **more))
 
-    note("LocalError", lambda: sidcomp.LocalError(module, sgd, sidcomp.State(), process_group=unknown))
-    note(
-        "LocalSteps", lambda: sidcomp.LocalSteps(module, sgd, sidcomp.State(), every=2, process_group=unknown)
-    )
-    note("Outer", lambda: sidcomp.Outer(module, sgd, sidcomp.State(), every=2, process_group=unknown))
+    for kind in KINDS:
+        how = {"every": 2, "process_group": unknown}
+        note(kind, lambda kind=kind, how=how: updates(kind, module, sgd, sidcomp.State(), **how))
     note("auto", lambda: hook(unknown, "auto"))
     note("exchange", lambda: hook(unknown, "topk", exchange="twoshot"))
     note("scatter", lambda: sidcomp.process_group(unknown, "int4", reduce_scatter="int8"))
@@ -376,9 +375,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
 
 
 REFUSED = {
-    "LocalError": "SetupError: ProcessGroup is .* give Outer a deadline",
-    "LocalSteps": "SetupError: ProcessGroup is .* give Outer a deadline",
-    "Outer": "SetupError: ProcessGroup is .* give Outer a deadline",
+    **dict.fromkeys(KINDS, "SetupError: ProcessGroup is .* give sidcomp.compress a deadline"),
     "auto": "UnsupportedError: .* name a codec and groups",
     "exchange": "UnsupportedError: .* leave exchange out",
     "scatter": "UnsupportedError: .* leave them out",

@@ -30,6 +30,7 @@ from launched import (
     same,
     snapshot,
 )
+from local_training import KINDS, updates
 from torch import nn
 
 needs("accelerate")
@@ -166,7 +167,7 @@ def by_hand() -> list[bool]:
     found = []
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     accelerator = accelerate.Accelerator(cpu=True)
-    for kind in (None, sidcomp.LocalError, sidcomp.LocalSteps, sidcomp.Outer):
+    for kind in (None, *KINDS):
         module = network()
         adam = torch.optim.AdamW(module.parameters(), 0.01)
         with sidcomp.State(**ARGUMENTS) as state:
@@ -177,13 +178,13 @@ def by_hand() -> list[bool]:
                 state.follow(optimizer, scaler)
                 assert state._engine.rates is not None
                 found.append(state._engine.rates.optimizers == (adam,))
-            local = kind(module, optimizer, state, every=1) if kind is not None else None
+            local = updates(kind, module, optimizer, state, every=1) if kind is not None else None
             module(torch.ones(1, 20)).sum().backward()
             if local is None:
                 optimizer.step()
             else:
-                local.step(scaler=scaler)
-                found.append(local._optimizers == [adam] and state._engine.step == 1)
+                scaler.step(optimizer)
+                found.append(local.steps == state.engine.step == 1)
     return found
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 import sidcomp
 import torch
 from harness import run
+from sidcomp.local.steps import Updates
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -93,10 +94,11 @@ def several() -> None:
 def adam() -> None:
     module = network()
     with state() as mine:
-        local = sidcomp.LocalError(module, torch.optim.AdamW(module.parameters()), mine)
+        adamw = torch.optim.AdamW(module.parameters())
+        Updates(module, adamw, mine)
         for _ in range(2):
             module(torch.ones(4, 8)).square().mean().backward()
-            local.step()
+            adamw.step()
         assert mine.stats()["steps"] == 2
     ddp = DDP(network())
     with sidcomp.State() as own:

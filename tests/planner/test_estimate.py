@@ -374,7 +374,7 @@ def test_it_answers_in_one_sentence_and_says_what_it_assumes(gpt2: Path) -> None
     assert last.startswith("At 10 Gbit/s with 8 ranks: with SGD, State(") and "; with Adam, State(" in last
     rows = {line.strip().split("  ")[0]: line.split() for line in slow.stdout.splitlines()}
     assert rows["int4"][-2:] == ["with", "Adam"] and rows["topk density=0.01"][-1] == "no"
-    assert "LocalError, updates at 1/100" in rows and "Outer, its own codec, every 30" in rows
+    assert "updates at 1/100" in rows and "updates, SparseLoCo, every 30" in rows
     one = run(*common, "--link", "10gbit", "--step-ms", 120, "--optimizer", "adam", "--every", "1e2")
     assert "with SGD" not in one.stdout and "every 100" in one.stdout
     assert one.stdout.strip().endswith("times as fast) with Adam.")

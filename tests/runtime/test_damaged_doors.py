@@ -13,7 +13,7 @@ import sidcomp
 import torch
 from damaged import EXACT, GONE, REFUSED, ROUNDED, VALUES, Path, changed, paths
 from harness import run
-from test_local_steps import OPTIMIZERS, backward, network
+from local_training import OPTIMIZERS, backward, network, updates
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -37,14 +37,14 @@ def local(kind: str, **more: Any) -> Callable[[int, int], Door]:
     class Local(Door):
         def __init__(self, rank: int, world: int) -> None:
             self.module, self.rank = network(rank), rank
-            adam = OPTIMIZERS["Adam"](self.module.parameters())
+            self.adam = OPTIMIZERS["Adam"](self.module.parameters())
             self.state = sidcomp.State("topk", density=0.1)
-            self.object = getattr(sidcomp, kind)(self.module, adam, self.state, **more)
+            self.object = updates(kind, self.module, self.adam, self.state, **more)
 
         def step(self, i: int) -> None:
             self.module.zero_grad()
             backward(self.module, self.rank, i)
-            self.object.step()
+            self.adam.step()
 
     return Local
 
@@ -68,18 +68,19 @@ class ReduceScatter(Door):
 
 # with the steps before it is saved: between two exchanges, with one in flight where there is a delay
 DOORS: dict[str, tuple[Callable[[int, int], Door], int]] = {
-    "LocalSteps, delayed": (local("LocalSteps", every=3, delay=2), 4),
-    "LocalSteps, in parts": (local("LocalSteps", every=4, parts=2), 5),
-    "Outer": (local("Outer", every=3, delay=2, momentum=0.5, noise_correction=True), 4),
-    "Outer, deadline": (local("Outer", every=3, momentum=0.5, deadline=60.0), 4),
-    "LocalError, delayed": (local("LocalError", delay=1), 4),
-    "LocalError, rows": (local("LocalError", noise_correction="rows"), 4),
-    "LocalError, every=3": (local("LocalError", every=3, noise_correction=True), 5),
+    "memory, delayed": (local("memory", every=3, delay=2), 4),
+    "memory, in parts": (local("memory", every=4, parts=2), 5),
+    "outer": (local("outer", every=3, delay=2, momentum=0.5, noise_correction=True), 4),
+    "outer, deadline": (local("outer", every=3, momentum=0.5, deadline=60.0), 4),
+    "outer, AdamW": (local("memory", every=3, outer=torch.optim.AdamW), 4),
+    "parameters, delayed": (local("parameters", delay=1), 4),
+    "parameters, rows": (local("parameters", noise_correction="rows"), 4),
+    "parameters, every=3": (local("parameters", every=3, noise_correction=True), 5),
     "ReduceScatter": (ReduceScatter, 3),
 }
 # Numbers that describe the run that saved, and need not be those of the run that loads.
 DESCRIBES = "every", "world", "delay", "parts"
-NAMED = {"points": "common point", "in flight": "common point", "part": "the whole module"}
+NAMED = {"part": "the whole module"}
 
 
 def find(x: Any, path: Path) -> Any:

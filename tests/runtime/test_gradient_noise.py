@@ -1,4 +1,4 @@
-"""The estimate of how much noise a rank's own gradient has, and what LocalError makes of it."""
+"""The estimate of how much noise a rank's own gradient has, and what updates make of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from local_training import OPTIMIZERS, alike, backward, flat, network, train, updates
 from sidcomp.local.gradient_noise import (
     MEASURED,
     SAMPLES,
@@ -24,7 +25,6 @@ from sidcomp.local.gradient_noise import (
     SketchNoise,
     _spread,
 )
-from test_local_error import OPTIMIZERS, alike, backward, flat, network
 
 
 def estimated(rank: int, world: int, signal: float, steps: int) -> list[float]:
@@ -375,11 +375,11 @@ def test_sketches_of_parameters_of_any_shape() -> None:
 def trained(
     rank: int, world: int, corrected: bool | str | None, kind: str, every: int = 1
 ) -> tuple[float, bool]:
-    """How far the agreed parameters are from where Adam on the mean gradient goes, in one direction."""
+    """How far the point is from where Adam on the mean gradient goes, in one direction."""
     module = network(0)
     optimizer = OPTIMIZERS[kind](module.parameters())
     with sidcomp.State("none") as state:
-        local = sidcomp.LocalError(module, optimizer, state, every=every, noise_correction=corrected)
+        local = updates("parameters", module, optimizer, state, every=every, noise_correction=corrected)
         start = flat(module)
         for step in range(120):
             module.zero_grad()
@@ -387,9 +387,9 @@ def trained(
             for p in module.parameters():  # far more noise than signal
                 p.grad += 20 * torch.randn(p.shape, generator=torch.Generator().manual_seed(7 * step + rank))
                 p.grad += 4
-            local.step()
+            optimizer.step()
             assert step % every != every - 1 or alike(flat(module))
-        return float((flat(module) - start).mean()), local._noise is not None
+        return float((flat(module) - start).mean()), local.noise is not None
 
 
 def test_it_lengthens_the_steps_of_noisy_ranks() -> None:
@@ -409,29 +409,27 @@ def test_it_lengthens_the_steps_between_two_exchanges() -> None:
 
 
 def averaged(rank: int, world: int, parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The parameters of LocalSteps without and with a correction, and of LocalError, all uncompressed."""
+    """The parameters without and with a correction, and with errors in them, all uncompressed."""
     found = []
-    for corrected, make in ((False, "LocalSteps"), (True, "LocalSteps"), (True, "LocalError")):
+    for corrected, kind in ((False, "memory"), (True, "memory"), (True, "parameters")):
         module = network(0)
         optimizer = OPTIMIZERS["AdamW"](module.parameters())
-        how = {"parts": parts} if make == "LocalSteps" else {}
+        how = {"parts": parts} if kind == "memory" else {}
         with sidcomp.State("none") as state:
-            local = getattr(sidcomp, make)(
-                module, optimizer, state, every=4, noise_correction=corrected, **how
-            )
+            updates(kind, module, optimizer, state, every=4, noise_correction=corrected, **how)
             for step in range(24):
                 module.zero_grad()
                 backward(module, rank, step)
                 for p in module.parameters():
                     draw = torch.Generator().manual_seed(7 * step + rank)
                     p.grad += 4 + 20 * torch.randn(p.shape, generator=draw)
-                local.step()
+                optimizer.step()
             found.append(flat(module))
     return found[0], found[1], found[2]
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_averaging_with_the_correction_is_local_error_without_a_codec(parts: int) -> None:
+def test_averaging_with_the_correction_is_the_other_kind_without_a_codec(parts: int) -> None:
     start = flat(network(0))
     for plain, corrected, local in run(averaged, 2, parts):
         longer = (corrected - start).mean() / (plain - start).mean()
@@ -444,14 +442,14 @@ def of_half_precision(rank: int, world: int) -> str:
     module = network(0).to(torch.bfloat16)
     optimizer = OPTIMIZERS["AdamW"](module.parameters())
     with pytest.raises(sidcomp.UnsupportedError) as e:
-        sidcomp.LocalSteps(module, optimizer, sidcomp.State("none"), noise_correction=True)
+        updates("memory", module, optimizer, sidcomp.State("none"), noise_correction=True)
     assert not optimizer._optimizer_step_pre_hooks
     return str(e.value)
 
 
 def test_averaging_with_the_correction_takes_float32() -> None:
     for text in run(of_half_precision, 2):
-        assert "takes float32 parameters, and one is bfloat16: leave it out" in text
+        assert "is bfloat16: noise_correction=True measures them, which takes float32" in text
 
 
 def saved_between_two_exchanges(rank: int, world: int, path: str, first: bool) -> int:
@@ -459,19 +457,16 @@ def saved_between_two_exchanges(rank: int, world: int, path: str, first: bool) -
     module = network(0)
     optimizer = OPTIMIZERS["AdamW"](module.parameters())
     with sidcomp.State("topk", density=0.1) as state:
-        local = sidcomp.LocalError(module, optimizer, state, every=3)
+        local = updates("parameters", module, optimizer, state, every=3)
         if first:
-            for step in range(5):
-                module.zero_grad()
-                backward(module, rank, step)
-                local.step()
+            train(module, optimizer, rank, range(5))
             torch.save({"state": state.state_dict(), "local": local.state_dict()}, f"{path}/{rank}")
         else:
             files = [torch.load(f"{path}/{r}", weights_only=True) for r in range(2)]
             state.load_state_dict([f["state"] for f in files])
             local.load_state_dict(files[rank % 2]["local"])
-        assert isinstance(local._noise, SketchNoise)
-        return local._noise._measured
+        assert isinstance(local.noise, SketchNoise)
+        return local.noise._measured
 
 
 def test_sketches_of_another_number_of_ranks_are_dropped(tmp_path: Path) -> None:
@@ -506,13 +501,13 @@ def of_sparse_gradients(rank: int, world: int) -> None:
         module = torch.nn.Embedding(20, 64, sparse=True)
         optimizer = torch.optim.SparseAdam(module.parameters(), lr=0.1)
         with sidcomp.State("topk", density=0.3) as state:
-            local: Any = sidcomp.LocalError(module, optimizer, state, **how)  # type: ignore[arg-type]
+            local = updates("parameters", module, optimizer, state, **how)
             for step in range(4):
                 optimizer.zero_grad()
                 module(torch.tensor([step, rank, 7])).square().sum().backward()
-                local.step()
-            local.merge()
-            assert alike(flat(module)) and all(f.isfinite().all() for f in local._noise.factors), how
+                optimizer.step()
+            local.average()
+            assert alike(flat(module)) and all(f.isfinite().all() for f in local.noise.factors), how
 
 
 def test_gradients_may_be_sparse() -> None:
@@ -522,19 +517,20 @@ def test_gradients_may_be_sparse() -> None:
 def of_another_kind(rank: int, world: int) -> str:
     module = network(0)
     with pytest.raises(sidcomp.ArgumentError) as e:
-        sidcomp.LocalError(module, OPTIMIZERS["SGD"](module.parameters()), noise_correction="rows")
+        updates("parameters", module, OPTIMIZERS["SGD"](module.parameters()), noise_correction="rows")
     return str(e.value)
 
 
 def test_rows_need_an_optimizer_that_divides_by_the_gradients_size() -> None:
     for text in run(of_another_kind, 2):
-        assert "SGD has none: leave noise_correction out" in text
+        assert "SGD has none: leave it out" in text
 
 
 def refused(rank: int, world: int, rows: bool, saved: Any, every: int = 1) -> str:
     module = network(0)
     optimizer = OPTIMIZERS["AdamW"](module.parameters())
-    local = sidcomp.LocalError(module, optimizer, every=every, noise_correction="rows" if rows else None)
+    how = {"every": every, "noise_correction": "rows" if rows else None}
+    local = updates("parameters", module, optimizer, **how)
     state = {**local.state_dict(), "noise": saved}
     with pytest.raises(sidcomp.CheckpointError) as e:
         local.load_state_dict(state)

@@ -1,5 +1,5 @@
-"""Outer, LocalSteps and LocalError over the shards of FSDP2: two nodes of two ranks, sharded inside a node,
-with exchanges between the nodes."""
+"""Updates over the shards of FSDP2: two nodes of two ranks, sharded inside a node, with exchanges between the
+nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
-from test_local_steps import OPTIMIZERS, backward, batch, go_on
+from local_training import OPTIMIZERS, backward, batch, go_on, train, updates
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -67,40 +67,39 @@ def on_all(x: torch.Tensor) -> bool:
 
 
 def beside(rank: int, world: int, kind: str, optimizer: str, steps: int, how: dict[str, Any]) -> list[int]:
-    """Outer or LocalError with codec none over shards, beside the same over whole models whose gradients a
+    """Updates with codec none over shards, beside the same over whole models whose gradients a
     node averages. Returns how many elements this rank holds, and how many there are."""
     mesh = meshes()
-    point, end = {"Outer": ("common_point", "average"), "LocalError": ("agreed", "merge")}[kind]
     ours, plain = sharded(mesh, rank // 2), whole(rank // 2)  # node 0's parameters count
     of_ours, of_plain = (OPTIMIZERS[optimizer](m.parameters()) for m in (ours, plain))
     with sidcomp.State("none") as state, sidcomp.State("none") as of_whole:
         how = {"noise_correction": False, "process_group": mesh.get_group("replicate"), **how}
-        local = getattr(sidcomp, kind)(ours, of_ours, state, **how)
-        reference = getattr(sidcomp, kind)(plain, of_plain, of_whole, **how)
+        local = updates(kind, ours, of_ours, state, **how)
+        reference = updates(kind, plain, of_plain, of_whole, **how)
         assert torch.equal(full(ours), full(plain)) and on_all(full(ours))
         for step in range(steps):
             for module in (ours, plain):
                 module.zero_grad()
                 backward(module, rank, step)
             average(plain, mesh.get_group("shard"))
-            local.step()
-            reference.step()
+            of_ours.step()
+            of_plain.step()
             assert torch.equal(full(ours), full(plain)), step
-            with getattr(local, point)() as common, torch.no_grad():
+            with local.common() as common, torch.no_grad():
                 assert on_all(full(common))
                 before = common(torch.ones(1, 12))  # the root stays gathered after this forward pass
-            with getattr(reference, point)() as common, torch.no_grad():
+            with reference.common() as common, torch.no_grad():
                 assert torch.equal(before, common(torch.ones(1, 12)))
             assert torch.equal(full(ours), full(plain)), "its own parameters are back"
-        with getattr(local, point)() as common:
+        with local.common() as common:
             gathered = get_model_state_dict(common, options=WHOLE)
-        with getattr(reference, point)() as common:
+        with reference.common() as common:
             assert all(torch.equal(x, gathered[name]) for name, x in common.state_dict().items())
         assert on_all(full(ours)) is (local.steps % local.every == 0 and not local.delay)
-        getattr(local, end)()
-        getattr(reference, end)()
+        local.average()
+        reference.average()
         assert on_all(full(ours)) and torch.equal(full(ours), full(plain))
-        return [sum(x.numel() for part in local._parts for x in part.parameters), full(ours).numel()]
+        return [sum(x.numel() for v in local.vectors for x in v.parameters), full(ours).numel()]
 
 
 @pytest.mark.parametrize(
@@ -109,30 +108,30 @@ def beside(rank: int, world: int, kind: str, optimizer: str, steps: int, how: di
 )
 def test_without_a_codec_it_has_the_bits_of_whole_models(optimizer: str, delay: int, parts: int) -> None:
     how = {"every": EVERY, "delay": delay, "parts": parts}
-    held = run(beside, 4, "Outer", optimizer, 6 * EVERY + 1, how)
+    held = run(beside, 4, "outer", optimizer, 6 * EVERY + 1, how)
     assert held[0][0] + held[1][0] == held[0][1] and held[0][0] != held[1][0] and held[:2] == held[2:]
 
 
 @pytest.mark.parametrize("every, delay", [(1, 0), (EVERY, 1)])
-def test_local_error_without_a_codec_has_the_bits_of_whole_models(every: int, delay: int) -> None:
-    run(beside, 4, "LocalError", "Adam", 3 * every + 2, {"every": every, "delay": delay})
+def test_errors_in_parameters_without_a_codec_have_the_bits_of_whole_models(every: int, delay: int) -> None:
+    run(beside, 4, "parameters", "Adam", 3 * every + 2, {"every": every, "delay": delay * every})
 
 
 def diloco(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outer over shards, beside DiLoCo as torch's own SGD computes it without shards."""
+    """Over shards, beside DiLoCo as torch's own SGD computes it without shards."""
     mesh = meshes()
     ours, theirs, point = sharded(mesh, 0), whole(0), whole(0)
     of_ours, of_theirs = (OPTIMIZERS["Adam"](m.parameters()) for m in (ours, theirs))
     sgd = torch.optim.SGD(point.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     with sidcomp.State("none") as state:
-        outer = sidcomp.Outer(ours, of_ours, state, every=EVERY, process_group=mesh.get_group("replicate"))
+        updates("outer", ours, of_ours, state, every=EVERY, process_group=mesh.get_group("replicate"))
         for step in range(6 * EVERY):
             for module in (ours, theirs):
                 module.zero_grad()
                 backward(module, rank, step)
             average(theirs, mesh.get_group("shard"))
             of_theirs.step()
-            outer.step()
+            of_ours.step()
             if (step + 1) % EVERY == 0:
                 for p, q in zip(point.parameters(), theirs.parameters(), strict=True):
                     p.grad = p.detach() - q.detach()
@@ -154,16 +153,13 @@ def trained(rank: int, world: int, delay: int) -> tuple[float, float, float]:
     module = sharded(mesh, rank // 2)
     optimizer = OPTIMIZERS["Adam"](module.parameters())
     with sidcomp.State("topk", density=0.1) as state:
-        outer = sidcomp.Outer(
-            module, optimizer, state, every=EVERY, delay=delay, process_group=mesh.get_group("replicate")
-        )
+        group = mesh.get_group("replicate")
+        outer = updates("outer", module, optimizer, state, every=EVERY, delay=delay, process_group=group)
         for step in range(40 * EVERY):
-            module.zero_grad()
-            losses.append(backward(module, rank, step))
-            outer.step()
+            losses += train(module, optimizer, rank, range(step, step + 1))
             if not delay:
                 assert on_all(full(module)) is ((step + 1) % EVERY == 0)
-        with outer.common_point() as common:
+        with outer.common() as common:
             assert on_all(full(common))
         ratio = state.stats()["ratio"]
     return sum(losses[:6]), sum(losses[-6:]), ratio
@@ -183,24 +179,21 @@ FSDPS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_local_error(rank: int, world: int, every: int, delay: int, fsdp: str) -> tuple[float, float, float]:
+def of_errors(rank: int, world: int, every: int, delay: int, fsdp: str) -> tuple[float, float, float]:
     mesh, losses = meshes(), []
     module = sharded(mesh, rank // 2, **FSDPS[fsdp])
     optimizer = OPTIMIZERS["Adam"](module.parameters())
     with sidcomp.State("topk", density=0.1) as state:
-        local = sidcomp.LocalError(
-            module, optimizer, state, every=every, delay=delay, process_group=mesh.get_group("replicate")
-        )
+        how = {"every": every, "delay": delay * every, "process_group": mesh.get_group("replicate")}
+        local = updates("parameters", module, optimizer, state, **how)
         for step in range(80):
-            module.zero_grad()
-            losses.append(backward(module, rank, step))
-            local.step()
+            losses += train(module, optimizer, rank, range(step, step + 1))
             if step % 8 == 7:
                 assert not on_all(full(module)), "each node has its own error"
-                with local.agreed() as agreed:
-                    assert on_all(full(agreed))
+                with local.common() as common:
+                    assert on_all(full(common))
         ratio = state.stats()["ratio"]
-        local.merge()
+        local.average()
         assert on_all(full(module))
     return sum(losses[:6]), sum(losses[-6:]), ratio
 
@@ -212,8 +205,8 @@ def of_local_error(rank: int, world: int, every: int, delay: int, fsdp: str) -> 
         *[pytest.param(EVERY, 1, fsdp, marks=SLOW) for fsdp in FSDPS],
     ],
 )
-def test_local_error_learns_compressed_and_the_nodes_agree(every: int, delay: int, fsdp: str) -> None:
-    for first, last, ratio in run(of_local_error, 4, every, delay, fsdp):
+def test_with_errors_in_parameters_it_learns_and_the_nodes_agree(every: int, delay: int, fsdp: str) -> None:
+    for first, last, ratio in run(of_errors, 4, every, delay, fsdp):
         assert last < 0.7 * first and ratio > 2  # with the samples of gradients, many for such small tensors
 
 
@@ -223,19 +216,18 @@ def automatic(rank: int, world: int) -> dict[str, Any]:
     module = sharded(mesh, 0)
     optimizer = OPTIMIZERS["Adam"](module.parameters())
     with sidcomp.State("auto", candidates=["int4", ("topk", {"density": 0.1})]) as state:
-        local = sidcomp.LocalError(module, optimizer, state, process_group=mesh.get_group("replicate"))
+        group = mesh.get_group("replicate")
+        local = updates("parameters", module, optimizer, state, process_group=group)
         for step in range(400):
-            module.zero_grad()
-            backward(module, rank, step)
-            local.step()
+            train(module, optimizer, rank, range(step, step + 1))
             settled = torch.tensor(float(state.plan_report()["stage"] in ("settled", "warming up")))
             dist.all_reduce(settled, dist.ReduceOp.MIN)
             if step > 2 and settled:
                 break
-        with local.agreed() as agreed:
-            assert on_all(full(agreed))
+        with local.common() as common:
+            assert on_all(full(common))
         report, said = state.plan_report(), state.explain()
-        local.merge()
+        local.average()
         assert on_all(full(module))
     return {**report, "said": said}
 
@@ -243,7 +235,7 @@ def automatic(rank: int, world: int) -> dict[str, Any]:
 def test_each_shard_finds_a_plan() -> None:
     for report in run(automatic, 4):
         assert report["stage"] in ("settled", "warming up") and report["dense_ps"] > 0
-        assert "uncompressed LocalError" in report["said"]
+        assert "an uncompressed exchange" in report["said"]
 
 
 def moved(rank: int, world: int, kind: str, corrected: bool | str, how: dict[str, Any]) -> float:
@@ -253,10 +245,8 @@ def moved(rank: int, world: int, kind: str, corrected: bool | str, how: dict[str
     start = full(module)
     optimizer = OPTIMIZERS["Adam"](module.parameters())
     with sidcomp.State("none") as state:
-        local = getattr(sidcomp, kind)(
-            module, optimizer, state, noise_correction=corrected,
-            process_group=mesh.get_group("replicate"), **how,
-        )  # fmt: skip
+        how = {**how, "noise_correction": corrected, "process_group": mesh.get_group("replicate")}
+        local = updates(kind, module, optimizer, state, **how)
         for step in range(80):
             module.zero_grad()
             backward(module, rank, step)
@@ -264,8 +254,8 @@ def moved(rank: int, world: int, kind: str, corrected: bool | str, how: dict[str
                 own = p.grad.to_local()
                 draw = torch.Generator().manual_seed(7 * step + rank)
                 own += 4 + 20 * torch.randn(own.shape, generator=draw)
-            local.step()
-        (local.average if kind == "LocalSteps" else local.merge)()
+            optimizer.step()
+        local.average()
         assert on_all(full(module))
     return float((full(module) - start).mean())
 
@@ -273,10 +263,10 @@ def moved(rank: int, world: int, kind: str, corrected: bool | str, how: dict[str
 @pytest.mark.parametrize(
     "kind, corrected, how",
     [
-        ("LocalError", True, {}),
-        ("LocalError", True, {"every": EVERY}),
-        pytest.param("LocalError", "rows", {"delay": 1}, marks=SLOW),
-        pytest.param("LocalSteps", True, {"every": EVERY, "parts": 2}, marks=SLOW),
+        ("parameters", True, {}),
+        ("parameters", True, {"every": EVERY}),
+        pytest.param("parameters", "rows", {"delay": 1}, marks=SLOW),
+        pytest.param("memory", True, {"every": EVERY, "parts": 2}, marks=SLOW),
     ],
 )
 def test_it_lengthens_the_steps_of_noisy_nodes(kind: str, corrected: bool | str, how: dict[str, Any]) -> None:
@@ -292,7 +282,7 @@ def with_nan(rank: int, world: int, kind: str) -> None:
     sgd = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("topk", density=0.1, nonfinite="rollback") as state:
         group = mesh.get_group("replicate")
-        outer = getattr(sidcomp, kind)(module, sgd, state, every=1, process_group=group)
+        outer = updates(kind, module, sgd, state, every=1, process_group=group)
         for step in range(6):
             module.zero_grad()
             backward(module, rank, step)
@@ -302,19 +292,19 @@ def with_nan(rank: int, world: int, kind: str) -> None:
                 p = module[0].weight
                 assert isinstance(p, DTensor) and p.grad is not None
                 p.grad.to_local()[0, 0] = float("nan")
-            outer.step()
+            sgd.step()
             if step == 3:
                 assert torch.equal(full(module), before), "on the ranks of both shards"
                 now = state.state_dict()["residuals"]
                 assert kept and all(torch.equal(x, now[n]) for n, x in kept.items())
             else:
                 assert not torch.equal(full(module), before)
-        if kind == "LocalError":
-            outer.merge()
+        if kind == "parameters":
+            outer.average()
         assert on_all(full(module)) and torch.isfinite(full(module)).all()
 
 
-@pytest.mark.parametrize("kind", ["Outer", "LocalError"])
+@pytest.mark.parametrize("kind", ["outer", "parameters"])
 def test_what_is_not_finite_in_one_shard_is_undone_in_all(kind: str) -> None:
     run(with_nan, 4, kind)
 
@@ -325,9 +315,8 @@ def with_a_failure(rank: int, world: int, kind: str, delay: int, fails: int) -> 
     module = sharded(mesh, 0)
     optimizer = OPTIMIZERS["Adam"](module.parameters())
     with sidcomp.State("none") as state:
-        outer = getattr(sidcomp, kind)(
-            module, optimizer, state, every=EVERY, delay=delay, process_group=mesh.get_group("replicate")
-        )
+        group = mesh.get_group("replicate")
+        outer = updates(kind, module, optimizer, state, every=EVERY, delay=delay, process_group=group)
         for step in range(fails + 1):
             module.zero_grad()
             backward(module, rank, step)
@@ -338,15 +327,17 @@ def with_a_failure(rank: int, world: int, kind: str, delay: int, fails: int) -> 
                 broken.set_exception(RuntimeError("broken"))
                 outer._futures = [broken]
             if step < fails:
-                outer.step()
+                optimizer.step()
                 continue
             with pytest.raises((RuntimeError, sidcomp.ExchangeError)) as raised:
-                outer.step()
+                optimizer.step()
         assert on_all(full(module)), "all are at the common point, and the node's exchanges are in step"
         return str(raised.value)
 
 
-@pytest.mark.parametrize("kind, delay, fails", [("Outer", 2, EVERY + 1), ("LocalError", 1, 2 * EVERY - 1)])
+@pytest.mark.parametrize(
+    "kind, delay, fails", [("outer", 2, EVERY + 1), ("parameters", EVERY, 2 * EVERY - 1)]
+)
 def test_what_fails_in_one_shard_is_raised_in_all(kind: str, delay: int, fails: int) -> None:
     for rank, said in enumerate(run(with_a_failure, 4, kind, delay, fails)):
         assert ("another shard of this node has failed" if rank % 2 else "broken") in said
@@ -364,11 +355,9 @@ def resumed(rank: int, world: int, kind: str, stop: int, delay: int, path: str) 
         module = sharded(mesh, seed)
         optimizer = OPTIMIZERS["Adam"](module.parameters())
         state = sidcomp.State("topk", density=0.1)
-        how = {"lr": 0.7, "momentum": 0.5} if kind == "Outer" else {}
-        outer = getattr(sidcomp, kind)(
-            module, optimizer, state, every=EVERY, delay=delay, process_group=mesh.get_group("replicate"),
-            noise_correction=True, **how,
-        )  # fmt: skip
+        how: dict[str, Any] = {"lr": 0.7, "momentum": 0.5} if kind == "outer" else {}
+        how |= {"noise_correction": True, "process_group": mesh.get_group("replicate")}
+        outer = updates(kind, module, optimizer, state, every=EVERY, delay=delay, **how)
         with state:
             names = {"module": module, "optimizer": optimizer, "state": state, "outer": outer}
             return go_on(rank, first, last, saved, names), full(module)
@@ -391,7 +380,7 @@ def resumed(rank: int, world: int, kind: str, stop: int, delay: int, path: str) 
 
 @pytest.mark.parametrize(
     "kind, stop, delay",
-    [("Outer", 6, 3), pytest.param("Outer", 6, 0, marks=SLOW), ("LocalError", 6, 1)],
+    [("outer", 6, 3), pytest.param("outer", 6, 0, marks=SLOW), ("parameters", 6, EVERY)],
 )
 def test_a_resumed_run_has_the_same_bits(kind: str, stop: int, delay: int, tmp_path: Path) -> None:
     for rank, said in enumerate(run(resumed, 4, kind, stop, delay, str(tmp_path))):
@@ -406,10 +395,8 @@ def on_nodes(rank: int, world: int, kind: str, path: str) -> list[float]:
     module = sharded(mesh, rank // 2)
     optimizer = OPTIMIZERS["Adam"](module.parameters())
     state = sidcomp.State("topk", density=0.1)
-    outer = getattr(sidcomp, kind)(
-        module, optimizer, state, every=EVERY, process_group=mesh.get_group("replicate")
-    )
-    losses = []
+    group = mesh.get_group("replicate")
+    outer = updates(kind, module, optimizer, state, every=EVERY, process_group=group)
     with state:
         if world == 2:
             files = [torch.load(f"{path}/{r}", weights_only=True) for r in (rank, rank + 2)]
@@ -420,15 +407,12 @@ def on_nodes(rank: int, world: int, kind: str, path: str) -> list[float]:
             error = state.state_dict()["residuals"]
             for name, x in error.items():
                 torch.testing.assert_close(x, sum(f["state"]["residuals"][name] for f in files))
-            points = files[0]["outer"]["points" if kind == "Outer" else "agreed"]
+            point = files[0]["outer"]["point"]
             for name, p in module.named_parameters():
-                if name in points:
-                    kept = error[name].view(p.to_local().shape) if kind == "LocalError" else 0
-                    assert torch.equal(p.to_local(), points[name] - kept)
-        for step in range(6 if world == 4 else 120):
-            module.zero_grad()
-            losses.append(backward(module, rank, step))
-            outer.step()
+                if name in point:
+                    kept = error[name].view(p.to_local().shape) if kind == "parameters" else 0
+                    assert torch.equal(p.to_local(), point[name] - kept)
+        losses = train(module, optimizer, rank, range(6 if world == 4 else 120))
         if world == 4:
             own, adam = get_state_dict(module, optimizer, options=WHOLE)
             names = {
@@ -441,7 +425,7 @@ def on_nodes(rank: int, world: int, kind: str, path: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", ["Outer", "LocalError"])
+@pytest.mark.parametrize("kind", ["outer", "parameters"])
 def test_another_number_of_nodes_takes_over(kind: str, tmp_path: Path) -> None:
     before = run(on_nodes, 4, kind, str(tmp_path))
     after = run(on_nodes, 2, kind, str(tmp_path))
@@ -461,8 +445,9 @@ def scaled(rank: int, world: int, kind: str) -> tuple[float, float]:
         trained = []
         for module, of in ((ours, state), (plain, of_whole)):
             optimizer = OPTIMIZERS["Adam"](module.parameters())
-            local = getattr(sidcomp, kind)(module, optimizer, of, **how)
-            trained.append((module, local, torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + rank // 2))))
+            updates(kind, module, optimizer, of, **how)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + rank // 2))
+            trained.append((module, optimizer, scaler))
         for step in range(8):
             for module, _, scaler in trained:
                 module.zero_grad()
@@ -474,8 +459,8 @@ def scaled(rank: int, world: int, kind: str) -> tuple[float, float]:
                 if rank == 2:
                     ours[0].weight.grad.to_local()[0, 0] = torch.inf
             before = full(ours)
-            for _, local, scaler in trained:
-                local.step(scaler=scaler)
+            for _, optimizer, scaler in trained:
+                scaler.step(optimizer)
                 scaler.update()
             if step == 4:  # no exchange
                 assert torch.equal(before, full(ours)) is (rank // 2 == 1)
@@ -483,7 +468,7 @@ def scaled(rank: int, world: int, kind: str) -> tuple[float, float]:
     return trained[0][2].get_scale(), trained[1][2].get_scale()
 
 
-@pytest.mark.parametrize("kind", ["Outer", "LocalError"])
+@pytest.mark.parametrize("kind", ["outer", "parameters"])
 def test_the_ranks_of_a_node_skip_a_step_together(kind: str) -> None:
     assert run(scaled, 4, kind) == [(2.0**10, 2.0**10)] * 4  # the second node's is halved once
 
@@ -506,18 +491,18 @@ def refused(rank: int, world: int) -> list[str]:
     said = []
     for module, how in for_each:
         with pytest.raises(sidcomp.errors.SidcompError) as error:
-            sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), sidcomp.State("none"), **how)
+            updates("outer", module, OPTIMIZERS["SGD"](module.parameters()), sidcomp.State("none"), **how)
         said.append(str(error.value))
     module = sharded(mesh, 0)
     with pytest.raises(sidcomp.errors.SidcompError) as error:
-        sidcomp.LocalError(module, OPTIMIZERS["SGD"](module.parameters()))
+        updates("parameters", module, OPTIMIZERS["SGD"](module.parameters()))
     return [*said, str(error.value)]
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    for none, all_, crossed, hsdp, deadline, local_error in run(refused, 4):
-        assert "give Outer as process_group" in none
+    for none, all_, crossed, hsdp, deadline, errors in run(refused, 4):
+        assert "give as process_group the ranks of all nodes" in none
         assert "of them too" in all_ and "of them too" in hsdp
         assert "rank 1 of the process group holds shard" in crossed
         assert "rounds are between all ranks" in deadline
-        assert "give LocalError as process_group" in local_error
+        assert "give as process_group the ranks of all nodes" in errors

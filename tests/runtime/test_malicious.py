@@ -15,9 +15,9 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from local_training import backward, network, updates
 from sidcomp import _core
 from sidcomp.runtime import point_to_point
-from test_local_steps import backward, network
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,8 +57,7 @@ class Door:
             else:
                 self.made = sidcomp.fsdp.compress_all_gather(module, codec, **more)
         else:
-            self.local = getattr(sidcomp, door)(module, self.optimizer, sidcomp.State(codec, **more), every=1)
-            self.optimizer = self.local
+            self.local = updates(door, module, self.optimizer, sidcomp.State(codec, **more), every=1)
 
     def step(self, rank: int, i: int) -> Exception | None:
         self.module.zero_grad()
@@ -72,8 +71,8 @@ class Door:
     def shared(self) -> torch.Tensor:
         """What must have the same bits on all ranks."""
         with torch.no_grad():
-            if isinstance(self.local, sidcomp.LocalError):
-                with self.local.agreed() as module:
+            if self.local is not None:
+                with self.local.common() as module:
                     return torch.cat([p.flatten() for p in module.parameters()])
             whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.module.parameters()]
             return torch.cat([p.flatten() for p in whole])
@@ -175,13 +174,13 @@ DOORS: list[tuple[str, str, dict[str, Any]]] = [
     ("replicate", "topk", {"density": 0.1}),
     ("reduce-scatter", "topk", {"density": 0.1, "memory": "residual"}),
     ("all-gather", "int8", {}),
-    ("Outer", "topk", {"density": 0.1}),
+    ("outer", "topk", {"density": 0.1}),
 ]
 SLOW: list[tuple[str, str, dict[str, Any]]] = [
     ("hook", "marsit", {"eta_s": 0.03, "exchange": "ring1"}),
-    ("LocalSteps", "int8", {}),
-    ("LocalError", "topk", {"density": 0.1}),
-    ("LocalError", "topk", {"density": 0.1, "exchange": "twoshot"}),
+    ("memory", "int8", {}),
+    ("parameters", "topk", {"density": 0.1}),
+    ("parameters", "topk", {"density": 0.1, "exchange": "twoshot"}),
 ]
 CASES = [*DOORS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 

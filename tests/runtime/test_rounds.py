@@ -1,4 +1,4 @@
-"""Outer with a deadline: ranks that are late, end, or come back.
+"""Updates with a deadline: ranks that are late, end, or come back.
 
 The ranks are started as torchrun starts them, and the store is served by the test, as torchrun's agent does.
 What must hold of every run: the common point has the same bits on all members, and nothing is lost: what the
@@ -25,8 +25,10 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import context, run
+from local_training import OPTIMIZERS, alike, flat, go_on, network, updates
+from local_training import train as train_on
 from sidcomp.local import rendezvous as rounds
-from test_local_steps import OPTIMIZERS, alike, backward, flat, go_on, network
+from sidcomp.local.steps import Updates
 from torch import nn
 
 SLOW = pytest.mark.slow
@@ -171,12 +173,15 @@ def train(
     module.register_buffer("of_rank", torch.tensor([rank]))
     optimizer = OPTIMIZERS["momentum"](module.parameters())
     with sidcomp.State(codec[0], **codec[1]) as state:
-        outer = sidcomp.Outer(
-            module, optimizer, state, every=EVERY, delay=delay, lr=lr, momentum=momentum,
+        stepped: list[torch.Tensor] = []
+        optimizer.register_step_post_hook(lambda *_: stepped.append(flat(module)))  # before it exchanges
+        outer = updates(
+            "outer", module, optimizer, state, every=EVERY, delay=delay, lr=lr, momentum=momentum,
             deadline=DEADLINE, stale=stale,
         )  # fmt: skip
-        attendance = outer._attendance
-        assert attendance is not None
+        meetings = outer.meetings
+        assert meetings is not None
+        attendance = meetings.attendance
         start = flat(module)
         came = attendance.version
         if "loads" in events:
@@ -192,7 +197,7 @@ def train(
         launch, end = outer._launch, attendance.end
 
         def launches(together: list[int]) -> None:
-            with outer.common_point():
+            with outer.common():
                 point = flat(module)
             launched.copy_(point - flat(module))
             launch(together)
@@ -210,7 +215,7 @@ def train(
             before = attendance.version
             outcome = end()
             if outcome is not None:
-                mean = torch.cat([x.flatten() for p in outer._parts for x in p.update_views])
+                mean = torch.cat([x.flatten() for v in outer.vectors for x in v.update_views])
                 given = launched.clone() if outcome.version - 1 - before <= stale else 0 * launched
                 contributors = len(outcome.members) / outcome.scale
                 mean = order(mean, module) * outcome.scale
@@ -220,7 +225,7 @@ def train(
 
         outer._launch, attendance.end = launches, ends  # type: ignore[method-assign]
         _arrange(rank, outer, events)
-        with outer.common_point():
+        with outer.common():
             away = flat(module)
         away, had = away - flat(module), residual()
         if joined is not None:
@@ -228,28 +233,24 @@ def train(
         while until is None or attendance.version < until:
             if pause:
                 time.sleep(pause)
-            if events.get("saves") == attendance.version and outer._since == EVERY - 1:
+            if events.get("saves") == attendance.version and meetings.since == EVERY - 1:
                 one = [copy.deepcopy(x.state_dict()) for x in (module, optimizer, state, outer)]
                 torch.save(one, events["file"])
-            if events.get("dies") == attendance.version and outer._since == EVERY - 1:
+            if events.get("dies") == attendance.version and meetings.since == EVERY - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if events.get("waits") == attendance.version and outer._since == EVERY - 1:
+            if events.get("waits") == attendance.version and meetings.since == EVERY - 1:
                 there = attendance.version
                 while attendance.rounds.look()["version"] < there + events.get("rounds", 1):
                     time.sleep(0.01)
-            module.zero_grad()
-            backward(module, rank, outer.steps)
             before = flat(module)
-            optimizer_step = optimizer.step
-            optimizer.step = lambda f=optimizer_step, b=before: (f(), moved.add_(b - flat(module)))[0]  # type: ignore[method-assign]
-            outer.step()
-            optimizer.step = optimizer_step  # type: ignore[method-assign]
+            train_on(module, optimizer, rank, range(outer.steps, outer.steps + 1))
+            moved.add_(before - stepped.pop())
             went = [r.members for r in history]
             if until is None and rank < 2 and [0, 1] in went and went[-1] == [0, 1, 2]:
                 until = history[-1].version + 3
-        if outer._gone:
+        if meetings.gone:
             outer._land()
-        with outer.common_point() as common:
+        with outer.common() as common:
             point = flat(common)
             at = [x.clone() for x in attendance.vectors()]
         return {
@@ -259,10 +260,10 @@ def train(
         }  # fmt: skip
 
 
-def _arrange(rank: int, outer: sidcomp.Outer, events: dict[str, Any]) -> None:
+def _arrange(rank: int, outer: Updates, events: dict[str, Any]) -> None:
     """Lets this rank do something inside an exchange."""
-    attendance = outer._attendance
-    assert attendance is not None
+    assert outer.meetings is not None
+    attendance = outer.meetings.attendance
     gather, broadcast = rounds.RoundExchange.all_gather, rounds.RoundExchange.broadcast
     left = dict(events)
 
@@ -329,17 +330,17 @@ def beside(rank: int, world: int, codec: str, delay: int) -> bool:
         module = nn.Sequential(network(0), nn.BatchNorm1d(3))
         with sidcomp.State(codec, nonfinite="rollback") as state:
             adam = OPTIMIZERS["Adam"](module.parameters())
-            outer = sidcomp.Outer(
-                module, adam, state, every=EVERY, delay=delay, lr=0.5, momentum=0.6, deadline=deadline
-            )
-            for step in range(5 * EVERY + 1):
-                module.zero_grad()
-                backward(module, rank, step)
-                outer.step()
-            outer.average()
+            how = {"every": EVERY, "delay": delay, "lr": 0.5, "momentum": 0.6, "deadline": deadline}
+            outer = updates("outer", module, adam, state, **how)
+            train_on(module, adam, rank, range(5 * EVERY + 1))
+            own = flat(module)
+            outer.exchange()  # average() is not compressed without a deadline
+            outer._land()
             assert alike(module)
             # With a delay the buffers are those of when the exchange began, not of when it ended.
-            return flat(module), module[1].running_mean.clone() if not delay else torch.zeros(3)
+            return torch.stack((own, flat(module))), module[
+                1
+            ].running_mean.clone() if not delay else torch.zeros(3)
 
     return all(torch.equal(x, y) for x, y in zip(points(None), points(60.0), strict=True))
 
@@ -355,7 +356,7 @@ def resumed(rank: int, world: int, stop: int, delay: int) -> bool:
     def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
         module = network(seed)
         adam = OPTIMIZERS["Adam"](module.parameters())
-        outer = sidcomp.Outer(module, adam, every=EVERY, delay=delay, deadline=60.0, momentum=0.5)
+        outer = updates("outer", module, adam, every=EVERY, delay=delay, deadline=60.0, momentum=0.5)
         with outer.state as state:
             names = {"module": module, "optimizer": adam, "state": state, "outer": outer}
             return go_on(rank, first, last, saved, names)
@@ -375,8 +376,8 @@ def on_fewer(rank: int, world: int, path: str, delay: int, lost: int) -> list[fl
     Returns the losses."""
     module = nn.Sequential(network(7 * rank), nn.BatchNorm1d(3))
     adam = OPTIMIZERS["Adam"](module.parameters())
-    outer = sidcomp.Outer(module, adam, every=EVERY, delay=delay, deadline=60.0, lr=0.7, momentum=0.5)
-    losses = []
+    how = {"every": EVERY, "delay": delay, "deadline": 60.0, "lr": 0.7, "momentum": 0.5}
+    outer = updates("outer", module, adam, **how)
     with outer.state as state:
         if world == 3:
             files = [torch.load(f"{path}/{r}", weights_only=True) for r in range(lost, 4)]
@@ -391,9 +392,9 @@ def on_fewer(rank: int, world: int, path: str, delay: int, lost: int) -> list[fl
             with pytest.raises(sidcomp.CheckpointError, match='"steps" is None'):
                 outer.load_state_dict({**mine["outer"], "steps": None})
             outer.load_state_dict(mine["outer"])
-            assert outer.steps == 10 and outer._attendance is not None
-            assert outer._attendance.version == mine["outer"]["rounds"]["version"] == 3
-            with outer.common_point() as common:
+            assert outer.steps == 10 and outer.meetings is not None
+            assert outer.meetings.attendance.version == mine["outer"]["rounds"]["version"] == 3
+            with outer.common() as common:
                 assert alike(common)
                 assert torch.equal(flat(common), flat(module)), "all continue from there"
             mean = module[1].running_mean
@@ -402,7 +403,8 @@ def on_fewer(rank: int, world: int, path: str, delay: int, lost: int) -> list[fl
             # between two exchanges each rank's statistics are its own
             assert all(torch.equal(x, mean) for x in everyone) is (delay > 0)
             if not delay:
-                assert all(torch.equal(mine["outer"]["points"][n], x) for n, x in outer._parts[0].points())
+                (v,) = outer.vectors
+                assert all(torch.equal(mine["outer"]["point"][n], x) for n, x in v.named(v.point).items())
             kept, before = (
                 torch.cat([x.flatten() for x in r.values()]).double()
                 for r in (state.state_dict()["residuals"], files[0]["state"]["residuals"])
@@ -412,17 +414,14 @@ def on_fewer(rank: int, world: int, path: str, delay: int, lost: int) -> list[fl
             dist.all_reduce(kept)
             assert before.any()
             torch.testing.assert_close(kept, before, rtol=0, atol=1e-6)  # the sum of what was not sent
-        for step in range(10 if world == 4 else 40):
-            module.zero_grad()
-            losses.append(backward(module, rank, step))
-            outer.step()
+        losses = train_on(module, adam, rank, range(10 if world == 4 else 40))
         if world == 4:
             names = {"module": module, "optimizer": adam, "state": state, "outer": outer}
             torch.save({name: x.state_dict() for name, x in names.items()}, f"{path}/{rank}")
             return losses
         outer.average()
-        assert alike(module) and outer._attendance is not None
-        last = outer._attendance.rounds.look()["last"]
+        assert alike(module) and outer.meetings is not None
+        last = outer.meetings.attendance.rounds.look()["last"]
         assert sorted(last) == ["0", "1", "2"] and len({version for _, version in last.values()}) == 1
     return losses
 
@@ -438,13 +437,10 @@ def on_as_many(rank: int, world: int, path: str, resumes: bool) -> None:
     """Four ranks save, and four resume, but rank 0's file is lost: the others keep what they had not sent."""
     module = network(7 * rank)
     adam = OPTIMIZERS["Adam"](module.parameters())
-    outer = sidcomp.Outer(module, adam, every=EVERY, deadline=60.0, lr=0.7, momentum=0.5)
+    outer = updates("outer", module, adam, every=EVERY, deadline=60.0, lr=0.7, momentum=0.5)
     with outer.state as state:
         if not resumes:
-            for step in range(2 * EVERY):
-                module.zero_grad()
-                backward(module, rank, step)
-                outer.step()
+            train_on(module, adam, rank, range(2 * EVERY))
             torch.save(state.state_dict(), f"{path}/{rank}")
             return
         states = [torch.load(f"{path}/{r}", weights_only=True) for r in range(1, 4)]
@@ -608,7 +604,7 @@ def refused(rank: int, world: int) -> None:
         if given.pop("shard", False):
             module[0].weight.placements = ()
         with pytest.raises(sidcomp.errors.SidcompError) as error:
-            sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), **given)
+            updates("outer", module, OPTIMIZERS["SGD"](module.parameters()), **given)
         assert said in str(error.value)
 
 
@@ -624,12 +620,11 @@ def differs(rank: int, world: int) -> None:
     if rank == 2:
         time.sleep(0.5)
         with pytest.raises(sidcomp.SetupError, match="another model"):
-            sidcomp.Outer(*given, every=1, deadline=0.5)
+            updates("outer", *given, every=1, deadline=0.5)
         return
     rounds.START_S = 1.0
-    outer = sidcomp.Outer(*given, every=1, deadline=0.5)
-    backward(module, rank, 0)
-    outer.step()
+    updates("outer", *given, every=1, deadline=0.5)
+    train_on(module, given[1], rank, range(1))
     everyone = [torch.empty_like(flat(module)) for _ in range(2)]
     dist.all_gather(everyone, flat(module), group=others)
     assert torch.equal(*everyone)

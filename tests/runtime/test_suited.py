@@ -13,6 +13,7 @@ import sidcomp
 import torch
 from harness import run
 from sidcomp.config import accuracy
+from sidcomp.local.steps import Updates
 from sidcomp.runtime.optimizer_watch import Unfollowed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -342,13 +343,14 @@ def beside_updates(rank: int, world: int) -> None:
     module = MODEL()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        local = sidcomp.LocalError(module, AdamW(module.parameters(), lr=0.01))
+        adamw, state = AdamW(module.parameters(), lr=0.01), sidcomp.State()
+        Updates(module, adamw, state)
         assert not _global_optimizer_pre_hooks
         for _ in range(2):
             module(torch.ones(8, 20)).square().mean().backward()
-            local.step()
-        local.state.close()
+            adamw.step()
+        state.close()
 
 
-def test_local_error_is_what_it_advises() -> None:
+def test_updates_are_what_it_advises() -> None:
     run(beside_updates, 2)

@@ -1,4 +1,4 @@
-"""Outer with a deadline where each host has a torchrun of its own, as docs/updates.md recommends: a rank is
+"""Updates with a deadline where each host has a torchrun of its own, as docs/updates.md recommends: a rank is
 killed inside a round, its torchrun ends with it, and the others go on. Later its host is started again."""
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class OrderedExecutor(CudaExecutor):
 
 
 class WithoutDdp(OrderedExecutor):
-    """For LocalError and LocalSteps, which wait for the futures themselves, after no backward()."""
+    """For updates, which wait for the futures themselves, after no backward()."""
 
     def future(self) -> torch.futures.Future[torch.Tensor]:
         self._follow()

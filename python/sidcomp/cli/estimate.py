@@ -61,7 +61,7 @@ def estimate_command(
     ] = None,
     every: Annotated[
         int,
-        typer.Option(parser=count, metavar="N", help="Steps between two exchanges of LocalSteps and Outer."),
+        typer.Option(parser=count, metavar="N", help="Steps between two exchanges of updates."),
     ] = 30,
     device: Annotated[
         Device,
@@ -116,8 +116,8 @@ def assumptions(model: Model, found: Estimate, compute: dict[str, Measured], dev
         "others; exchanges take no computing time of their own",
         'codecs: in the hook, over the buckets of DDP, 25 MB each; State("auto") plans its groups, and takes '
         "a codec only with an optimizer with which it was measured to keep the loss (docs/accuracy.md)",
-        "local training: the exchange overlaps with nothing (delay=0), and what LocalError and Outer compute "
-        "beside the codec is not counted; LocalError, LocalSteps and Outer train otherwise than DDP",
+        "local training: the exchange overlaps with nothing (delay=0), and what is computed "
+        "beside the codec is not counted; updates train otherwise than DDP's gradients",
         "accuracy is not predicted",
     ]
 

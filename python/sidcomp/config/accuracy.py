@@ -42,7 +42,7 @@ class Measured(NamedTuple):
 FORTIETH: CodecSpec = ("topk", {"density": 0.084, "values": "log4", "indices": "packed"})
 INT4: CodecSpec = ("int4", {})
 FP16: CodecSpec = ("fp16", {})
-# What LocalError keeps the loss with (docs/updates.md), and what Outer sends by itself (docs/updates.md).
+# With which updates keep the loss, and what SparseLoCo sends (docs/updates.md).
 HUNDREDTH: CodecSpec = ("topk", {"ratio": 100, "values": "log2", "indices": "packed"})
 OUTER: CodecSpec = ("topk", {"density": 1 / 64, "values": "log4", "indices": "packed", "beta": 0.95})
 EXACT: CodecSpec = ("lossless", {})  # rounds nothing

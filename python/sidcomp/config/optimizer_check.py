@@ -26,8 +26,8 @@ def check(
         notices.log(
             f"{kind} divides by the size of recent gradients, and codec {sparse[0]!r} delivers most of a "
             "gradient steps later, which is not the same to it: with payloads of 1/40 the loss of a "
-            f"language model rose by up to {measured.worst:g} %. sidcomp.LocalError, or State('int4'), avoid "
-            "that (docs/accuracy.md, With Adam)",
+            f"language model rose by up to {measured.worst:g} %. sidcomp.compress() of a module without "
+            "DDP, or int4, avoid that (docs/accuracy.md, With Adam)",
             rank,
         )
     if not memory.momentum:

@@ -8,7 +8,7 @@ from sidcomp.errors import ArgumentError
 
 class StepSizes(NamedTuple):
     """local: the learning rate of each rank's optimizer. global_: how far a step moves each parameter. eta_s:
-    the codec's parameter for gradients (DDP's hook), global_ over local. For updates (LocalSteps) that
+    the codec's parameter for gradients (DDP's hook), global_ over local. For updates that
     parameter is global_ itself."""
 
     local: float

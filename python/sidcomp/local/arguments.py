@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
-from sidcomp.local.outer_optimizer import Averaging, Outer
+from sidcomp.local.outer import Averaging, Outer
 from sidcomp.local.vectors import named_group
 from sidcomp.state import State, check_state
 

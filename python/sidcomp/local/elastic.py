@@ -1,5 +1,5 @@
-"""How a rank of `Outer` takes part in rounds: it meets the others, takes over the newest common point if it
-has missed some, exchanges, and takes everything back if the round does not count."""
+"""How a rank takes part in rounds, where exchanges have a deadline: it meets the others, takes over the
+newest point if it has missed some, exchanges, and takes everything back if the round does not count."""
 
 import hashlib
 import json

@@ -31,8 +31,8 @@ SHORTEST = 0.8  # the least decay of a running sum: a row is judged by five meas
 _WHAT = "summing what the noise correction has measured"
 
 _DAMAGED = (
-    "LocalError: 'noise' {}: the dictionary is damaged, of another model or optimizer, or was saved with "
-    "another noise_correction or by an earlier version of sidcomp"
+    'sidcomp.compress: "noise" {}: the dictionary is damaged, of another model or optimizer, or was saved '
+    "with another noise_correction or by an earlier version of sidcomp"
 )
 
 

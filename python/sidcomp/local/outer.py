@@ -1,410 +1,225 @@
-"""Outer steps: DiLoCo and SparseLoCo. The ranks train on their own for many steps, and an outer optimizer
-moves the common point by the mean of what they did."""
+"""The outer optimizer: how the point moves by the mean of what the ranks did, as in DiLoCo."""
 
-import hashlib
-import json
+import copy
 import reprlib
-from collections import Counter
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
-from sidcomp.config.accuracy import OUTER
-from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
-from sidcomp.local.elastic import Attendance
-from sidcomp.local.local_steps import LocalSteps, _Part
-from sidcomp.local.rendezvous import START_S, Rounds
-from sidcomp.local.vectors import (
-    check_flag,
-    check_saved,
-    lacks,
-    named_group,
-    open_engine,
-    serve,
-)
-from sidcomp.runtime.optimizers import Optimizers
-from sidcomp.runtime.plain_data import anything, count, flag, listing, record, table, whole
-from sidcomp.state import State, check_state
+from sidcomp.errors import ArgumentError, CheckpointError
+from sidcomp.local.vectors import Vectors, check_values
+from sidcomp.runtime.plain_data import anything, listing, record, table
 
-_runs: Counter[str] = Counter()  # objects with a deadline that this process has made
+Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+_WHERE = 'sidcomp.compress: "outer"'
 
 
-class Outer(LocalSteps):
-    """Exchanges once in many steps. An outer optimizer, SGD with momentum, applies the mean.
+class Outer(Protocol):
+    """Moves the points. label: what must be the same on all ranks."""
 
-        outer = sidcomp.Outer(module, optimizer, every=30)
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss(module(x), y).backward()
-            outer.step()  # in place of optimizer.step()
+    label: str
+    vectors: list[torch.Tensor]  # that have the same bits on all ranks, beside the points
 
-    From a common point a, rank m takes `every` steps with its own optimizer, to x(m). The ranks compress
-    a - x(m) with error feedback and exchange it. The outer optimizer takes the mean as its gradient:
-    u = momentum u + mean, and a moves by -lr (mean + momentum u), or by -lr u if nesterov is False. All ranks
-    continue from there. With State("none") this is DiLoCo (Douillard et al. 2023). The default is SparseLoCo
-    (Sarfi et al. 2025), except that its values have 4 bits: it sends a 64th of the elements, multiplies the
-    residual by 0.95 in each exchange, which takes the place of the outer momentum, and moves by the mean.
-    lr=1, momentum=0 is plain averaging, as in `LocalSteps`.
+    def move(self, which: Sequence[int]) -> None:
+        """Moves the points of these indices; their updates hold the mean, and may be overwritten."""
 
-    module, optimizer, host, noise_correction, process_group
-                    as in `LocalSteps`; with host=True the outer momentum, too, is in the host's memory
-    state           [None] for the exchanges; None: State("topk", density=1 / 64, values="log4",
-                    indices="packed", beta=0.95)
-    every           [30] steps between two exchanges, at least 1
-    delay           [0] steps during which an exchange takes place in the background, as in `LocalSteps`
-    parts           [1] into how many parts the parameters are cut, which are exchanged one after the other,
-                    as in Streaming DiLoCo (Douillard et al. 2025); see `LocalSteps`
-    lr, momentum, nesterov
-                    of the outer optimizer. [0.7, 0.9, True] with State("none"), as in DiLoCo; with any other
-                    [1, 0, True], as in SparseLoCo
-    deadline        [None] seconds that an exchange waits for ranks that are late. Then it takes place without
-                    them, and so it does without ranks that have ended. A rank that missed exchanges keeps
-                    what it did and what it has not sent; at the next exchange it continues from the others'
-                    common point. A rank that was started again joins in the same way. CPUs only
-                    (docs/updates.md#late-and-lost-ranks). None: every exchange waits for all ranks
-    stale           [10] with a deadline: a rank that has missed more exchanges drops what it did since its
-                    last one, and keeps only what it has not sent of what it did before
+    def reset(self) -> None:
+        """Forgets the means of before."""
 
-    It takes 12 bytes for each float32 parameter (the common point, the update, the outer momentum), in
-    addition to the State's memory; with a deadline the State's memory is there twice. If an update is not
-    finite on any rank, all ranks return to the common point, and the outer momentum stays as it was.
+    def state_dict(self) -> dict[str, Any] | None: ...
 
-    Raises ArgumentError, SetupError or UnsupportedError, which say what to change.
+    def check(self, saved: Any) -> None:
+        """Raises CheckpointError if it cannot be a result of `state_dict`. Changes nothing."""
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Loads what `check` has accepted."""
+
+
+def make_outer(outer: Make | None, vectors: Sequence[Vectors]) -> Outer:
+    """outer: takes a list of tensors, one for each of `vectors`, and returns an optimizer of them; None: the
+    point moves by the mean. Raises ArgumentError."""
+    if outer is None:
+        return Averaging(vectors)
+    advice = (
+        "give a function that takes a list of tensors and returns a torch.optim.Optimizer of them, such as "
+        "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+    )
+    if not callable(outer) or isinstance(outer, torch.optim.Optimizer):
+        raise ArgumentError(f"outer={outer!r}: {advice}")
+    points = [v.point for v in vectors]
+    try:
+        made = outer(points)
+    except (TypeError, ValueError) as e:
+        raise ArgumentError(f"outer={outer!r} cannot be made ({e}): {advice}") from e
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ArgumentError(f"outer={outer!r} returned {reprlib.repr(made)}: {advice}")
+    has = [p for group in made.param_groups for p in group["params"]]
+    if len(has) != len(points) or any(p is not x for p, x in zip(has, points, strict=True)):
+        raise ArgumentError(f"outer={outer!r} returned an optimizer of other tensors: {advice}")
+    return Momentum(made, vectors) if is_plain_sgd(made) else Torchs(made, vectors, outer)
+
+
+def is_plain_sgd(made: torch.optim.Optimizer) -> bool:
+    """Whether it is SGD with at most momentum, whose state may then travel between ranks."""
+    if type(made) is not torch.optim.SGD or len(made.param_groups) != 1:
+        return False
+    group = made.param_groups[0]
+    return not (group["weight_decay"] or group["dampening"] or group["maximize"])
+
+
+def _label(made: torch.optim.Optimizer) -> str:
+    """The optimizer's name and arguments."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
+    shown = "; ".join(", ".join(f"{k}={v!r}" for k, v in group.items()) for group in groups)
+    return f"{type(made).__name__}({shown})"
+
+
+class Averaging:
+    """The point moves by the mean."""
+
+    label = "None"
+
+    def __init__(self, vectors: Sequence[Vectors]) -> None:
+        self._vectors = vectors
+        self.vectors: list[torch.Tensor] = []
+
+    def move(self, which: Sequence[int]) -> None:
+        for i in which:
+            self._vectors[i].point.sub_(self._vectors[i].update)
+
+    def reset(self) -> None:
+        for x in self.vectors:
+            x.zero_()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None
+
+    def check(self, saved: Any) -> None:
+        if saved is not None:
+            raise CheckpointError(
+                f"{_WHERE} holds the state of an outer optimizer, and here is none that has a state: resume "
+                "with the same `outer`"
+            )
+
+    def load_state_dict(self, saved: Any) -> None: ...
+
+
+class Momentum(Averaging):
+    """Plain SGD: u = momentum u + mean, and the point moves by -lr (mean + momentum u), or by -lr u without
+    `nesterov`. The rate and the momentum are read in each exchange, so that a schedule may set them."""
+
+    def __init__(self, made: torch.optim.Optimizer, vectors: Sequence[Vectors]) -> None:
+        super().__init__(vectors)
+        self.label = _label(made)
+        (self._group,) = made.param_groups
+        self.vectors = [torch.zeros_like(v.update) for v in vectors] if self._group["momentum"] else []
+
+    def move(self, which: Sequence[int]) -> None:
+        lr, momentum = float(self._group["lr"]), float(self._group["momentum"])
+        for i in which:
+            update = self._vectors[i].update
+            if self.vectors:
+                u = self.vectors[i].mul_(momentum).add_(update)
+                if self._group["nesterov"]:
+                    update.add_(u, alpha=momentum)
+                else:
+                    update.copy_(u)
+            update.mul_(lr)
+        super().move(which)
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        pairs = zip(self._vectors, self.vectors, strict=True)
+        return {name: x for v, u in pairs for name, x in v.named(u).items()}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The momentum, by parameter name."""
+        return {"momentum": {n: x.clone() for n, x in self._named().items()}} if self.vectors else None
+
+    def check(self, saved: Any) -> None:
+        if not self.vectors:
+            super().check(saved)
+            return
+        if saved is None:
+            raise CheckpointError(f"{_WHERE} has no outer momentum: resume with the same `outer`")
+        record({"momentum": table(anything)})(saved, _WHERE)
+        check_values(saved["momentum"], self._named(), "outer momentum")
+
+    def load_state_dict(self, saved: Any) -> None:
+        for name, view in self._named().items() if self.vectors else ():
+            view.copy_(saved["momentum"][name])
+
+
+class Torchs:
+    """Any other optimizer of torch, which steps on the points with the means as gradients.
+
+    make    makes one
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizer: Optimizers,
-        state: State | None = None,
-        *,
-        every: int = 30,
-        delay: int = 0,
-        parts: int = 1,
-        lr: float | None = None,
-        momentum: float | None = None,
-        nesterov: bool = True,
-        deadline: float | None = None,
-        stale: int = 10,
-        host: bool = False,
-        noise_correction: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        if state is not None:
-            check_state(state)
-        lossless = state is not None and not state.settings.lossy
-        lr = (0.7 if lossless else 1.0) if lr is None else lr
-        momentum = (0.9 if lossless else 0.0) if momentum is None else momentum
-        if not _is_number(lr) or not 0 < lr < float("inf"):
-            raise ArgumentError(f"lr={lr!r}: give the outer optimizer a finite rate greater than 0")
-        if not _is_number(momentum) or not 0 <= momentum < 1:
-            raise ArgumentError(f"momentum={momentum!r}: give the outer optimizer one from 0 to below 1")
-        check_flag("nesterov", nesterov)
-        if not isinstance(stale, int) or isinstance(stale, bool) or stale < 0:
-            raise ArgumentError(f"stale={stale!r}: give a number of missed exchanges, at least 0")
-        if state is None:
-            state = State(OUTER[0], **OUTER[1])
-        if deadline is not None and noise_correction:
-            raise UnsupportedError(
-                f"deadline={deadline}: noise_correction=True compares the gradients of all ranks, and some "
-                "may be late: leave one of them out"
-            )
-        if deadline is not None:
-            _check_deadline(deadline, parts, state, module, process_group)
-        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
-        self.deadline, self.stale = deadline, stale
-        self._attendance: Attendance | None = None
-        self._since = 0  # steps since this rank last went to a round
-        self._gone = False  # it has gone to one, whose outcome it has not applied yet
-        self._behind = False  # it has missed a round
-        self._late_buffers: list[torch.Tensor] = []  # those that came with the outcome
-        how: dict[str, Any] = {"every": every, "delay": delay, "parts": parts, "host": host}
-        how["noise_correction"] = noise_correction
-        super().__init__(module, optimizer, state, process_group=process_group, **how)
+    def __init__(self, made: torch.optim.Optimizer, vectors: Sequence[Vectors], make: Make) -> None:
+        self._made, self._vectors, self._make, self.label = made, vectors, make, _label(made)
+        self.vectors: list[torch.Tensor] = []
 
-    def _start(
-        self,
-        named: dict[str, torch.Tensor],
-        process_group: dist.ProcessGroup | None,
-        corrected: list[tuple[str, torch.Tensor, float]],
-    ) -> None:
-        self._momenta = {id(part): torch.zeros_like(part.update) for part in self._parts}
-        if self.deadline is None:
-            self._arguments |= {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
-            super()._start(named, process_group, corrected)
-            return
-        state, engine, what = self.state, self.state._engine, "Outer"
-        store, rank, world = _place()
-        state.settings = engine.settings = replace(state.settings, gathers=True)
-        tensors = [*named.items(), *self.module.named_buffers()]  # all travel from rank to rank
-        same = [[name, list(x.shape), str(x.dtype)] for name, x in tensors]
-        how = [self.every, self.lr, self.momentum, self.nesterov, state.settings.saved()]
-        digest = hashlib.sha256(json.dumps([same, how], default=str).encode()).hexdigest()
-        _runs[what] += 1
-        rounds = Rounds(store, f"sidcomp/outer/{_runs[what]}", rank, world, digest, self.deadline)
-        model = serve(state, self.module, named, None, self._parts[0].update.device, what)
-        engine.guarded()  # so that a round can be undone
-        engine.place = rank, world
-        vectors = [x for part in self._parts for x in (part.point, self._momenta[id(part)])]
-        self._attendance = Attendance(engine, model, self._parts, lambda: vectors, rounds, self.stale)
-        engine.pause, engine.farewell = self._attendance.wait, self._attendance.leave
-        for part in self._parts:
-            part.mark()
-            part.leave()
-        self._attendance.join(self._buffers(), max(self.deadline, START_S))
-        self._gone = True
-        self._land()
-        self._behind = False
+    def move(self, which: Sequence[int]) -> None:
+        for i in which:
+            self._vectors[i].point.grad = self._vectors[i].update
+        self._made.step()
+        for i in which:
+            self._vectors[i].point.grad = None
 
-    def _outer(self, part: _Part) -> None:
-        u = self._momenta[id(part)].mul_(self.momentum).add_(part.update)
-        if self.nesterov:
-            part.update.add_(u, alpha=self.momentum)
-        else:
-            part.update.copy_(u)
-        part.update.mul_(self.lr)
+    def reset(self) -> None:
+        self._made.state.clear()
 
-    # ---- rounds
-    # ------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any] | None:
+        return copy.deepcopy(self._made.state_dict())
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return [x.detach().clone() for x in self.module.buffers()]
+    def check(self, saved: Any) -> None:
+        record({"state": anything, "param_groups": listing(anything)})(saved, _WHERE)
+        after = self._after_a_step()
+        advice = f"and not that of {type(self._made).__name__}: resume with the same `outer` and `parts`"
+        found = _unlike(saved["param_groups"], after["param_groups"])
+        of = [[group["params"] for group in x["param_groups"]] for x in (after, saved) if not found]
+        if found or of[0] != of[1]:
+            raise CheckpointError(f'{_WHERE}: "param_groups" have {found or of[1]}, {advice}')
+        if not isinstance(saved["state"], dict):
+            raise CheckpointError(f'{_WHERE}: "state" is {reprlib.repr(saved["state"])}, {advice}')
+        for i, of_one in saved["state"].items():
+            known = type(i) is int and i in after["state"]
+            if found := _unlike(of_one, after["state"][i]) if known else f"an entry {reprlib.repr(i)}":
+                raise CheckpointError(f'{_WHERE}: "state" has {found}, {advice}')
 
-    @torch.no_grad()
-    def average(self) -> None:
-        """Averages now, for example before the last evaluation, and waits for it. Every rank calls it at the
-        same point; with a deadline the ranks that come to it by then."""
-        since = self._since
-        super().average()
-        self._since = since
+    def _after_a_step(self) -> dict[str, Any]:
+        """What the dictionary of such an optimizer looks like: of one that has taken a step on zeros."""
+        points = [torch.zeros_like(v.point) for v in self._vectors]
+        for x in points:
+            x.grad = torch.zeros_like(x)
+        other = self._make(points)
+        other.step()
+        return other.state_dict()
 
-    def _exchange(self) -> None:
-        if self._attendance is None:
-            super()._exchange()
-            return
-        self._since += 1
-        due = self._since >= self.every
-        if self._gone and (due or self._since == self.delay):
-            self._land()
-        if due or (self._behind and not self._gone and self._attendance.rounds.opened()):
-            self._launch([0])
-            if not self.delay:
-                self._land()
-
-    @torch.no_grad()
-    def _launch(self, together: list[int]) -> None:
-        if self._attendance is None:
-            super()._launch(together)
-            return
-        open_engine(self.state)
-        for part in self._parts:
-            part.leave()
-        self._since, self._gone = 0, True
-        self._attendance.begin(self._buffers(), background=self.delay > 0)
-
-    @torch.no_grad()
-    def _arrive(self) -> None:
-        """Waits for the round in progress, and takes over its common point if this rank's is older."""
-        if self._attendance is None or not self._gone or self._flying:
-            return
-        try:
-            outcome = self._attendance.end()
-        except Exception:
-            self._gone = False
-            raise
-        self._behind = outcome is None
-        if outcome is None:
-            self._gone = False
-            return
-        if outcome.taken is not None:
-            for own, new in zip(self._attendance.vectors(), outcome.taken, strict=True):
-                own.copy_(new)
-        for part in self._parts:
-            if not outcome.exchanged:
-                part.update.zero_()
-            elif outcome.scale != 1:
-                part.update.mul_(outcome.scale)
-        self._late_buffers = outcome.buffers
-        self._flying = [0]
-
-    @torch.no_grad()
-    def _land(self) -> None:
-        if self._attendance is None:
-            super()._land()
-            return
-        self._arrive()
-        self._gone = False
-        if self._flying:
-            together, self._flying = self._flying, []
-            self._apply(together)
-            self._take_buffers()
-
-    @torch.no_grad()
-    def _take_buffers(self) -> None:
-        for own, new in zip(self.module.buffers(), self._late_buffers, strict=False):
-            own.copy_(new)
-        self._late_buffers = []
-
-    # ---- checkpoints
-    # -------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in `LocalSteps`, and the outer momentum by parameter name."""
-        self._arrive()
-        momenta = {
-            name: view.clone() for part in self._parts for name, view in part.named(self._momenta[id(part)])
-        }
-        saved = {**super().state_dict(), "momentum": momenta}
-        if self._attendance is not None:
-            saved["points"] = {name: x.clone() for part in self._parts for name, x in part.points()}
-            saved["rounds"] = {
-                "version": self._attendance.version,
-                "since": self._since,
-                "behind": self._behind,
-                "buffers": [x.clone() for x in self._late_buffers],
-            }
-        return saved
-
-    @torch.no_grad()
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Loads a result of `state_dict`, after the module's, the optimizer's and the State's. With a
-        deadline: if this rank has taken part in a round since, what the checkpoint had not sent was sent, or
-        is out of date. Then only the number of steps is taken from it, and the State's memory is emptied.
-        Raises CheckpointError."""
-        together = self._check(saved)
-        self._land()
-        if self._attendance is None:
-            self._restore(saved, together)
-            return
-        rounds = saved["rounds"]
-        if rounds["version"] < self._attendance.attended_before:
-            self.state._engine.drop_loaded()
-            self.steps = saved["steps"]
-            for part in self._parts:
-                part.restore()
-            return
-        self._restore(saved, together)
-        self._attendance.version = rounds["version"]
-        self._since, self._behind = rounds["since"], rounds["behind"]
-        self._late_buffers, self._gone = list(rounds["buffers"]), bool(self._flying)
-        if not self._flying:  # with another number of ranks the exchange in flight has ended
-            self._take_buffers()
-
-    def _check(self, saved: dict[str, Any]) -> list[int]:
-        together = super()._check(saved)
-        check_saved(saved, "Outer", momentum=table(anything))
-        for name, view in self._momentum().items():
-            if found := lacks(saved["momentum"], name, view):
-                raise CheckpointError(
-                    f"Outer: no outer momentum of the shape of parameter {name!r}, {tuple(view.shape)}, but "
-                    f"{found}: the dictionary is damaged, or not of an Outer of this model"
-                )
-        if self._attendance is not None:
-            self._check_rounds(saved)
-        return together
-
-    def _momentum(self) -> dict[str, torch.Tensor]:
-        return dict(pair for part in self._parts for pair in part.named(self._momenta[id(part)]))
-
-    def _take(self, saved: dict[str, Any]) -> None:
-        for part in self._parts:
-            for name, view in part.named(self._momenta[id(part)]):
-                view.copy_(saved["momentum"][name])
-
-    @property
-    def _world(self) -> int:
-        place = self.state._engine.place
-        return place[1] if place is not None else super()._world
-
-    def _check_rounds(self, saved: dict[str, Any]) -> None:
-        """Raises CheckpointError if the place in the run is missing, or something else."""
-        if "rounds" not in saved:
-            raise CheckpointError(
-                'Outer: the dictionary has no "rounds": it was saved without a deadline, or is damaged'
-            )
-        fields = {"version": whole, "since": count, "behind": flag, "buffers": listing(anything)}
-        check_saved(saved, "Outer", rounds=record(fields))
-        came, own = saved["rounds"]["buffers"], list(self.module.buffers())
-        if came and not (len(came) == len(own) and all(map(_same_kind, came, own))):
-            raise CheckpointError(
-                f'Outer: "buffers" of "rounds" is {reprlib.repr(came)}, and has not the module\'s {len(own)} '
-                "buffers: the dictionary is damaged, or of another model"
-            )
+    def load_state_dict(self, saved: Any) -> None:
+        self._made.load_state_dict(copy.deepcopy(saved))
 
 
-def _same_kind(x: object, like: torch.Tensor) -> bool:
-    """Whether it is a tensor of the same shape and dtype, with values."""
-    if not isinstance(x, torch.Tensor):
-        return False
-    kinds = [(t.shape, t.dtype, t.layout, t.device.type) for t in (x, like)]
-    return kinds[0] == kinds[1]
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
-
-
-def _check_deadline(
-    deadline: object,
-    parts: int,
-    state: State,
-    module: torch.nn.Module,
-    process_group: dist.ProcessGroup | None,
-) -> None:
-    """Raises ArgumentError, SetupError or UnsupportedError."""
-    if not _is_number(deadline) or not 0 < deadline < float("inf"):  # type: ignore[operator]
-        raise ArgumentError(
-            f"deadline={deadline!r}: give the seconds that an exchange waits for late ranks, more than 0, or "
-            "None to wait for all of them"
+def _unlike(x: Any, like: Any) -> str:
+    """Returns what `x` has that something like `like` has not, for messages; "" if it may have its place: the
+    same keys, and finite numbers and tensors of the same kinds at the same places."""
+    if isinstance(like, torch.Tensor):
+        alike = isinstance(x, torch.Tensor) and (x.shape, x.dtype, x.layout) == (
+            like.shape,
+            like.dtype,
+            like.layout,
         )
-    if parts != 1:
-        raise UnsupportedError(
-            f"deadline={deadline}: a rank that was late would miss single parts, which does not work yet: "
-            "leave out parts or deadline"
-        )
-    given = named_group(state, process_group)
-    if given is not None and given is not dist.group.WORLD:
-        raise UnsupportedError(
-            f"deadline={deadline}: rounds are between all ranks of the job: leave process_group out"
-        )
-    for name, p in module.named_parameters():
-        if hasattr(p, "placements"):  # a DTensor
-            raise UnsupportedError(
-                f"deadline={deadline}: parameter {name!r} is a shard of FSDP, and a round without its rank "
-                "would lose it: leave deadline out, or give every rank the whole module"
-            )
-        if p.device.type != "cpu":
-            raise UnsupportedError(
-                f"deadline={deadline}: parameter {name!r} is on {p.device}, and rounds exchange over Gloo "
-                "between CPUs: leave deadline out"
-            )
-    for candidate in state.settings.candidates:
-        if candidate.choice is not None:
-            raise UnsupportedError(
-                f"deadline={deadline}: exchange={candidate.choice.exchange.name!r} sends messages in several "
-                "rounds, which cannot be undone yet: leave exchange out"
-            )
-    if state.settings.nonfinite == "drop":
-        raise ArgumentError(
-            f'deadline={deadline}: a round that fails is undone, which takes nonfinite="rollback": give the '
-            "State that, or leave nonfinite out"
-        )
-
-
-def _place() -> tuple[Store, int, int]:
-    """The store of the job, this rank, and the number of ranks."""
-    if dist.is_initialized():
-        store: Store = dist.distributed_c10d._get_default_store()
-        return store, dist.get_rank(), dist.get_world_size()
-    try:
-        found: tuple[Store, int, int] = next(iter(rendezvous("env://")))
-    except ValueError as e:
-        raise SetupError(
-            "deadline: start the program by torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
-            f"or call torch.distributed.init_process_group ({e})"
-        ) from e
-    return found
+        return "" if alike and x.is_meta == like.is_meta and bool(x.isfinite().all()) else reprlib.repr(x)
+    if type(x) is not type(like) or (isinstance(x, float) and not isfinite(x)):
+        return reprlib.repr(x)
+    if isinstance(like, dict):
+        if x.keys() != like.keys():
+            return f"the keys {reprlib.repr(list(x))}"
+        return next((f"{k!r}: {found}" for k in like if (found := _unlike(x[k], like[k]))), "")
+    if isinstance(like, list | tuple):
+        if len(x) != len(like):
+            return reprlib.repr(x)
+        return next((found for a, b in zip(x, like, strict=True) if (found := _unlike(a, b))), "")
+    return ""

@@ -84,7 +84,7 @@ class Rounds:
         if record["model"] != model:
             raise SetupError(
                 f"rank {rank} trains another model than the ranks that began, or has other settings: give "
-                "every rank the same parameters, State and arguments of Outer"
+                "every rank the same parameters and the same arguments"
             )
 
     # ---- the record

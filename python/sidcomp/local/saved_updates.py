@@ -9,9 +9,9 @@ import torch
 from sidcomp.errors import CheckpointError
 from sidcomp.local.elastic import Meetings
 from sidcomp.local.gradient_noise import Noise
-from sidcomp.local.outer_optimizer import Outer
+from sidcomp.local.outer import Outer
 from sidcomp.local.shards import Shards
-from sidcomp.local.vectors import Vectors, check_values
+from sidcomp.local.vectors import CALL, Vectors, check_values
 from sidcomp.runtime.plain_data import (
     anything,
     count,
@@ -27,7 +27,6 @@ from sidcomp.runtime.plain_data import (
 from sidcomp.state import State
 
 VERSION = 1
-_CALL = "sidcomp.compress"
 _MOST = 2**53  # steps
 
 
@@ -108,25 +107,25 @@ def check(updates: Updates, saved: object) -> list[int]:
     it. Nothing changes."""
     if not isinstance(saved, dict):
         raise CheckpointError(
-            f"{_CALL}: load_state_dict({reprlib.repr(saved)}): give the dictionary that state_dict() "
+            f"{CALL}: load_state_dict({reprlib.repr(saved)}): give the dictionary that state_dict() "
             "returned, as torch.load reads it"
         )
     for name, of in _FIELDS.items():
         if name not in saved:
             raise CheckpointError(
-                f'{_CALL}: the dictionary has no "{name}": it is damaged, or not what state_dict() returned'
+                f'{CALL}: the dictionary has no "{name}": it is damaged, or not what state_dict() returned'
             )
-        of(saved[name], f'{_CALL}: "{name}"')
+        of(saved[name], f'{CALL}: "{name}"')
     if saved["version"] != VERSION:
         raise CheckpointError(
-            f'{_CALL}: "version" is {saved["version"]}, and this sidcomp reads {VERSION}: load it with the '
+            f'{CALL}: "version" is {saved["version"]}, and this sidcomp reads {VERSION}: load it with the '
             "sidcomp that saved it"
         )
     if saved["error"] != updates.error:
         raise CheckpointError(
-            f"{_CALL}: the checkpoint was saved with error={saved['error']!r}: resume with the same `error`"
+            f"{CALL}: the checkpoint was saved with error={saved['error']!r}: resume with the same `error`"
         )
-    updates.shards.check_saved(saved, _CALL)
+    updates.shards.check_saved(saved)
     together = _in_flight(updates, saved)
     flying = updates.of(together)
     check_values(saved["point"], _named(updates.vectors, "point"), "common point")
@@ -136,8 +135,14 @@ def check(updates: Updates, saved: object) -> list[int]:
         check_values(saved["own"], _named(updates.vectors, "own"), '"own"', nan=True)
     if flying and not saved["in flight"]["discarded"]:
         check_values(saved["in flight"]["update"], _named(flying, "update"), 'update "in flight"')
-    if updates.noise is not None:
+    alone = saved["noise"] is None and saved["world"] == 1  # one rank measures nothing
+    if updates.noise is not None and not alone:
         updates.noise.check(saved["noise"])
+    elif updates.noise is None and saved["noise"] is not None and updates.world > 1:
+        raise CheckpointError(
+            f'{CALL}: "noise" is {reprlib.repr(saved["noise"])}, and this run corrects nothing: resume with '
+            "the same noise_correction"
+        )
     updates.outer.check(saved["outer"])
     if updates.meetings is not None:
         _check_rounds(updates, saved)
@@ -162,10 +167,10 @@ def _in_flight(updates: Updates, saved: dict[str, Any]) -> list[int]:
     """Which exchange had not been applied when `saved` was saved."""
     if not saved["in flight"]:
         return []
-    record(_FLIGHT)(saved["in flight"], f'{_CALL}: "in flight"')
+    record(_FLIGHT)(saved["in flight"], f'{CALL}: "in flight"')
     if saved["parts"] != updates.parts:
         raise CheckpointError(
-            f"{_CALL}: the checkpoint was saved with parts={saved['parts']}, while one of them was in flight"
+            f"{CALL}: the checkpoint was saved with parts={saved['parts']}, while one of them was in flight"
             ": resume with the same `parts`"
         )
     names = set(saved["in flight"]["names"])
@@ -173,7 +178,7 @@ def _in_flight(updates: Updates, saved: dict[str, Any]) -> list[int]:
     together = [i for i in every if any(n in names for v in updates.of([i]) for n in v.names)]
     if names != {n for v in updates.of(together) for n in v.names}:
         raise CheckpointError(
-            f'{_CALL}: "in flight" names {reprlib.repr(sorted(names))}, which are no whole parts of this '
+            f'{CALL}: "in flight" names {reprlib.repr(sorted(names))}, which are no whole parts of this '
             "model: the dictionary is damaged, or of another model"
         )
     return together
@@ -184,26 +189,26 @@ def _check_rounds(updates: Updates, saved: dict[str, Any]) -> None:
     assert updates.meetings is not None
     if "rounds" not in saved:
         raise CheckpointError(
-            f'{_CALL}: the dictionary has no "rounds": it was saved without a deadline, or is damaged'
+            f'{CALL}: the dictionary has no "rounds": it was saved without a deadline, or is damaged'
         )
     fields = {"version": whole, "since": count, "behind": flag, "buffers": listing(anything)}
-    record(fields)(saved["rounds"], f'{_CALL}: "rounds"')
+    record(fields)(saved["rounds"], f'{CALL}: "rounds"')
     if not updates.meetings.buffers_like(came := saved["rounds"]["buffers"]):
         raise CheckpointError(
-            f'{_CALL}: "buffers" of "rounds" is {reprlib.repr(came)}, which are not the module\'s buffers: '
+            f'{CALL}: "buffers" of "rounds" is {reprlib.repr(came)}, which are not the module\'s buffers: '
             "the dictionary is damaged, or of another model"
         )
 
 
 def restore(updates: Updates, saved: dict[str, Any], together: list[int]) -> None:
     """Takes over what `check` has accepted. together: what is in flight."""
-    if updates.noise is not None:
+    if updates.noise is not None and saved["noise"] is not None:
         updates.noise.load_state_dict(saved["noise"])
     updates.steps = saved["steps"]
     flying = updates.of(together)
-    if flying and flying[0].base is flying[0].point:
-        for v in flying:  # the run that saved it had a delay
-            v.base = torch.zeros_like(v.point)
+    for v in flying:
+        if not v.apart:  # the run that saved it had a delay
+            v.set_apart(True)
 
     def take(vectors: list[Vectors], kind: str, values: dict[str, Any]) -> None:
         for name, view in _named(vectors, kind).items():
@@ -214,7 +219,7 @@ def restore(updates: Updates, saved: dict[str, Any], together: list[int]) -> Non
         v.base.copy_(v.point)
     take(updates.vectors if updates.error == "parameters" else flying, "base", saved["base"])
     for v in updates.vectors:
-        v.put(v.base)
+        v.put(v.base_views)
     if saved["own"]:
         take(updates.vectors, "own", saved["own"])
     if flying and not saved["in flight"]["discarded"]:

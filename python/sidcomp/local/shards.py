@@ -1,5 +1,5 @@
-"""LocalSteps and LocalError of a module that FSDP2 has sharded: each rank exchanges what it holds of the
-parameters with the ranks of other nodes that hold the same."""
+"""Updates of a module that FSDP2 has sharded: each rank exchanges what it holds of the parameters with the
+ranks of other nodes that hold the same."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -44,17 +44,11 @@ class Shards:
 
     named   the parameters, by name, as after `reshard`
     group   the ranks that hold the same shards; None: the program has not said which
-    what    the class, for messages
 
     Raises SetupError or UnsupportedError.
     """
 
-    def __init__(
-        self,
-        named: dict[str, torch.nn.Parameter],
-        group: dist.ProcessGroup | None,
-        what: str,
-    ) -> None:
+    def __init__(self, named: dict[str, torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
         self._named = named
         self.part = ""  # in messages and checkpoints; "" for the whole module
         self.peers = Peers((), "cpu")
@@ -64,7 +58,7 @@ class Shards:
             return
         name, mesh = next(iter(found.items()))
         if FSDPModule is None:
-            raise UnsupportedError(f"parameter {name!r} is sharded: {what} then needs PyTorch 2.6 or newer")
+            raise UnsupportedError(f"parameter {name!r} is sharded, which needs PyTorch 2.6 or newer")
         if other := [n for n, its in found.items() if its != mesh]:
             raise UnsupportedError(
                 f"parameters {name!r} and {other[0]!r} are sharded over different meshes: apply fully_shard "
@@ -73,15 +67,15 @@ class Shards:
         ranks = mesh.mesh.flatten().tolist()
         if group is None:
             raise SetupError(
-                f"parameter {name!r} is a shard: give {what} as process_group the ranks of all nodes that "
-                'hold the same shard, for example mesh["replicate"].get_group()'
+                f"parameter {name!r} is a shard: give as process_group the ranks of all nodes that hold the "
+                'same shard, for example mesh["replicate"].get_group()'
             )
         mine = dist.get_rank()
         if both := set(ranks) & set(dist.get_process_group_ranks(group)) - {mine}:
             raise SetupError(
                 f"parameter {name!r} is sharded over ranks {ranks}, and process_group has rank {min(both)} "
                 "of them too, with which FSDP averages every gradient: shard inside a node alone, for "
-                f'example fully_shard(module, mesh=mesh["shard"]), and give {what} '
+                'example fully_shard(module, mesh=mesh["shard"]), and give '
                 'mesh["replicate"].get_group()'
             )
         self.part = f"shard {ranks.index(mine)} of {len(ranks)}"
@@ -104,11 +98,11 @@ class Shards:
                 part.take(own)
         return bool(self.part)
 
-    def check_saved(self, saved: dict[str, Any], what: str) -> None:
+    def check_saved(self, saved: dict[str, Any]) -> None:
         """Raises CheckpointError if a rank with another shard has saved it."""
         if (part := saved.get("part", "")) != self.part:
             raise CheckpointError(
-                f"{what}: this was saved by a rank that had {part or 'the whole module'}, and this one has "
-                f"{self.part or 'the whole module'}: every rank saves and loads its own, and the number of "
-                "shards must stay"
+                f"sidcomp.compress: this was saved by a rank that had {part or 'the whole module'}, and this "
+                f"one has {self.part or 'the whole module'}: every rank saves and loads its own, and the "
+                "number of shards must stay"
             )

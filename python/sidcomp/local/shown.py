@@ -27,7 +27,7 @@ class Shown:
         self._find()
         self._own = [[p.detach().clone() for p in v.parameters] for v in self._vectors]
         for v in self._vectors:
-            v.put(v.point)
+            v.put(v.point_views)
 
     @torch.no_grad()
     def hide(self) -> None:

@@ -10,16 +10,19 @@ import torch.distributed as dist
 
 from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
 from sidcomp.local import arguments, saved_updates
+from sidcomp.local import error as errors
 from sidcomp.local.alarms import Discards, Loaded, OwnGradients, apart
 from sidcomp.local.choice import Choosing
 from sidcomp.local.correction import Correction
 from sidcomp.local.elastic import Meetings
 from sidcomp.local.gradient_noise import Noise, SketchNoise
-from sidcomp.local.outer_optimizer import Make, make_outer
+from sidcomp.local.outer import Make, make_outer
+from sidcomp.local.schedule import Schedule
 from sidcomp.local.shards import Shards, reshard
 from sidcomp.local.shown import Shown
 from sidcomp.local.stepping import Stepping
 from sidcomp.local.vectors import (
+    CALL,
     Vectors,
     broadcast,
     buckets,
@@ -34,13 +37,9 @@ from sidcomp.local.vectors import (
     trained,
     whereabouts,
 )
-from sidcomp.runtime import unsent
-from sidcomp.runtime.communicator import exchanging, has_gloo
-from sidcomp.runtime.layout import Layout
+from sidcomp.runtime.communicator import has_gloo
 from sidcomp.runtime.optimizers import Optimizers, chains
 from sidcomp.state import State
-
-_CALL = "sidcomp.compress"  # what the program has called, in messages
 
 
 class Updates:
@@ -133,7 +132,7 @@ class Updates:
         given = named_group(state, process_group)
         reshard(module)
         whole = trained(module, self._optimizers)
-        self.shards = Shards(whole, given, _CALL)
+        self.shards = Shards(whole, given)
         named = self.shards.local()
         if error == "parameters":
             arguments.check_float32(named, 'error="parameters" keeps errors in the parameters')
@@ -146,12 +145,9 @@ class Updates:
         own_base = error == "parameters" or delay > 0
         cuts = [buckets(some) for some in cut(named, parts)]
         self.vectors = [Vectors(names, named, own_base, host) for some in cuts for names in some]
-        # the indices in `vectors` of what is exchanged together, and the steps at which it is, modulo `every`
-        of_cut = [i for i, some in enumerate(cuts) for _ in some]
-        self._together = [[n for n, at in enumerate(of_cut) if at == i] for i in range(parts)]
-        self._at = [i * every // parts for i in range(parts)]
+        self._schedule = Schedule([len(some) for some in cuts], every)
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
-        self.flying: list[int] = []  # of `_together`: their means have not been applied yet
+        self.flying: list[int] = []  # the parts whose means have not been applied yet
         self._discard = False  # what is in flight does not count
         self._met = False  # the first step has been looked at
         self._shown = Shown(self.vectors, self._find)
@@ -185,7 +181,7 @@ class Updates:
                 "host=True exchanges over Gloo, which the process group has not: call "
                 'init_process_group("cpu:gloo,cuda:nccl")'
             )
-        compare(named, self.module, group, _CALL, same, self.shards.part)
+        compare(named, self.module, group, same, self.shards.part)
         broadcast([*named.values(), *self.module.buffers()], group)
         for v in self.vectors:
             v.start()
@@ -196,8 +192,8 @@ class Updates:
         beside = self.noise.nbytes if self.noise is not None else 0
         device = self.vectors[0].update.device
         self._serve = partial(
-            serve, module=self.module, named=named, group=group, device=device, what="updates",
-            part=self.shards.part, beside=beside,
+            serve, module=self.module, named=named, group=group, device=device, part=self.shards.part,
+            beside=beside,
         )  # fmt: skip
         self._model = self._serve(self.state)
         if self.parts > 1:
@@ -206,7 +202,7 @@ class Updates:
     def _meet_others(self, named: dict[str, torch.Tensor], deadline: float, stale: int) -> None:
         """Goes to the first round of the run, or to the next one."""
         device = self.vectors[0].update.device
-        self._model = serve(self.state, self.module, named, None, device, "updates")
+        self._model = serve(self.state, self.module, named, None, device)
         self.meetings = Meetings(
             self.state, self.module, self._model, named, self.vectors, self.outer.vectors, self.every,
             self.delay, deadline, stale, [self.every, self.outer.label],
@@ -237,9 +233,9 @@ class Updates:
         if self._loaded.others():
             self.restart()
         if not self._met and not self.steps:  # else its own checkpoint was loaded
-            self.state._meet(self._optimizers[0], f"the state_dict() of {_CALL} and ")
+            self.state._meet(self._optimizers[0], f"the state_dict() of {CALL}() and ")
         self._met = True
-        refuse_converted(self.vectors, _CALL, every=not self.steps)
+        refuse_converted(self.vectors, every=not self.steps)
         if isinstance(self.noise, SketchNoise):
             self.noise.mark()
 
@@ -266,8 +262,8 @@ class Updates:
             if due or self.meetings.missed():
                 self._launch([0])
         else:
-            together = [i for i, at in enumerate(self._at) if self.steps % self.every == at]
-            if self.flying and (together or self._since() == self.delay):
+            together = self._schedule.due(self.steps)
+            if self.flying and (together or self._schedule.since(self.flying[0], self.steps) == self.delay):
                 self._land()
             if together:
                 self._launch(together)
@@ -290,17 +286,13 @@ class Updates:
         former.close()
         self._model = self._serve(state)
 
-    def _since(self) -> int:
-        """Steps since the exchange in flight has begun, modulo `every`."""
-        return (self.steps - self._at[self.flying[0]]) % self.every
-
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchanges everything now, also with `parts`. Every rank calls it at the same point. With a delay,
         the means are applied later."""
         open_engine(self.state)
         self._land()
-        self._launch(list(range(self.parts)))
+        self._launch(self._schedule.all)
         if not self.delay:
             self._land()
 
@@ -311,10 +303,7 @@ class Updates:
 
     def of(self, together: Sequence[int]) -> list[Vectors]:
         """What is exchanged then."""
-        return [self.vectors[n] for n in self._indices(together)]
-
-    def _indices(self, together: Sequence[int]) -> list[int]:
-        return [n for i in together for n in self._together[i]]
+        return [self.vectors[n] for n in self._schedule.indices(together)]
 
     def _form(self, trial: bool = False) -> None:
         """Makes the groups, if there are none. trial: only to see whether they fit."""
@@ -324,17 +313,7 @@ class Updates:
         made = [v.bucket() for v in self.vectors]
         at = whereabouts(self.steps, [v.point for v in self.vectors], self.noise)
         form = engine.try_out if trial else engine.form
-        form(self._model, made, refuse=self._refuse, at=at)
-
-    def _refuse(self, layout: Layout) -> None:
-        """Raises SetupError if a group is in several parts, which travel at different times."""
-        owner = {n: i for i, some in enumerate(self._together) for n in some}
-        for g in layout.groups:
-            if len({owner[bucket] for bucket, _, _ in g.runs}) > 1:
-                raise SetupError(
-                    f"parts={self.parts}: groups={self.state.settings.groups!r} make a group of parameters"
-                    ' of several parts: give the State groups="bucket" or "layer"'
-                )
+        form(self._model, made, refuse=self._schedule.refuse, at=at)
 
     @torch.no_grad()
     def _launch(self, together: list[int]) -> None:
@@ -347,7 +326,7 @@ class Updates:
         # depends; and on all ranks of the shards, whichever has loaded a checkpoint or has another plan.
         with self.shards.peers.together():
             self._form()
-        which = self._indices(together)
+        which = self._schedule.indices(together)
         updates = [self.vectors[n].update for n in which]
         for n in which:
             self.vectors[n].measure()
@@ -416,7 +395,7 @@ class Updates:
             fine = self.shards.peers.all_agree(fine)
         mine = not fine and not finite(self._parameters())
         if fine:
-            self.outer.move(self._indices(together))
+            self.outer.move(self._schedule.indices(together))
         # Else all ranks lose what they did: also a part that was not exchanged may not be finite.
         self._continue(self.of(together) if fine else self.vectors, keep and fine)
         if self.meetings is not None:
@@ -432,35 +411,14 @@ class Updates:
             v.measure()
         if self.error == "memory":
             for v in which:
-                v.base.copy_(v.point) if v.base is not v.point else None
+                v.base.copy_(v.point) if v.apart else None
         else:
-            self._leave_errors()
+            errors.leave(self.state.engine, self.vectors)
         for v in which:
             v.resume(keep)
 
-    def _leave_errors(self) -> None:
-        """base = point - E."""
-        engine = self.state.engine
-        engine.quiet()
-        waiting = unsent.waiting(engine)
-        if waiting or not engine.groups:
-            for v in self.vectors:
-                v.base.copy_(v.point)
-        else:
-            for n, own in unsent.nothing(engine):
-                self.vectors[n].base[own].copy_(self.vectors[n].point[own])
-        for n, own, error in unsent.pieces(engine):
-            torch.sub(self.vectors[n].point[own], error, out=self.vectors[n].base[own])
-        for name, base in self._named("base").items() if waiting else ():
-            if name in waiting:
-                base.sub_(waiting[name].view(base.shape).to(base.device))
-
     def _parameters(self) -> list[torch.Tensor]:
         return [p for v in self.vectors for p in v.parameters]
-
-    def _named(self, kind: str) -> dict[str, torch.Tensor]:
-        """The vectors "point", "base" or "update", by parameter."""
-        return {name: x for v in self.vectors for name, x in v.named(getattr(v, kind)).items()}
 
     # ---- the point
     # ---------------------------------------------------------------------------------------------------
@@ -504,9 +462,9 @@ class Updates:
         if self._loaded.others():
             self.restart()
         self._land()
-        if self.meetings is not None or not self._exact():
+        if self.meetings is not None or not errors.alone(self.state.settings):
             since = self.meetings.since if self.meetings is not None else 0
-            self._launch(list(range(self.parts)))
+            self._launch(self._schedule.all)
             self._land()
             if self.meetings is not None:
                 self.meetings.since = since
@@ -516,41 +474,17 @@ class Updates:
         engine = self.state.engine
         engine.quiet()
         self._find()
+        with self.shards.peers.together():
+            self._form()  # if a checkpoint was loaded since the last exchange
         if not self.shards.peers.all_agree(finite([p for v in self.vectors for p in v.parameters])):
             for v in self.vectors:
-                v.put(v.base)
-        for v in self.vectors:
-            v.measure(v.point)
-        self._add_unsent()
-        for v in self.vectors:
-            with exchanging("average()"):
-                dist.all_reduce(v.update, group=self._group)
-            v.update.div_(self.world)
-        unsent.forget(engine)
+                v.put(v.base_views)
+        errors.average(engine, self.vectors, self._group, in_parameters=self.error == "parameters")
         self.outer.move(range(len(self.vectors)))
         for v in self.vectors:
             v.base.copy_(v.point)
-            v.put(v.point)
+            v.put(v.point_views)
         broadcast(list(self.module.buffers()), self._group)
-
-    def _exact(self) -> bool:
-        """Whether the memory holds what was not sent, and nothing else."""
-        settings = self.state.settings
-        kinds = [c.memory for c in settings.candidates]
-        return not settings.momentum and all(m.name == "none" or "feedback" in m.traits for m in kinds)
-
-    def _add_unsent(self) -> None:
-        """Adds to the updates what this rank has not sent, if it is not in the parameters already, and what
-        it keeps for all ranks."""
-        engine = self.state.engine
-        for common in (False, True) if self.error == "memory" else (True,):
-            times = self.world if common else 1
-            for n, own, error in unsent.pieces(engine, common):
-                self.vectors[n].update[own].add_(error * times if common else error)
-            waiting = unsent.waiting(engine, common)
-            for name, update in self._named("update").items() if waiting else ():
-                if name in waiting:
-                    update.add_(waiting[name].view(update.shape).to(update.device), alpha=times)
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -631,7 +565,7 @@ class Updates:
         together = saved_updates.check(self, saved)
         exchanged = saved["steps"] >= saved["every"]
         if self.error == "parameters" and exchanged and not self.state.engine.step:
-            raise CheckpointError(f"{_CALL}: call the State's load_state_dict first")
+            raise CheckpointError(f"{CALL}: call the State's load_state_dict first")
         self._loaded.forget()
         self._land()
         self._find()
@@ -663,4 +597,4 @@ class Updates:
             self._apply(together, keep)
         if self.error == "memory" and not self.delay:
             for v in self.vectors:
-                v.base = v.point
+                v.set_apart(False)

@@ -1,5 +1,4 @@
-"""What LocalSteps and LocalError share: each rank's optimizer steps on its own, and the ranks average what
-the optimizers have done."""
+"""The vectors over a module's parameters that updates are measured in, and what all ranks must agree on."""
 
 import hashlib
 import reprlib
@@ -20,29 +19,10 @@ from sidcomp.runtime.checkpoint_reader import unlike
 from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.members import refuse
-from sidcomp.runtime.optimizers import enabled
-from sidcomp.runtime.plain_data import Check
 from sidcomp.state import State
 
 BUCKET_BYTES = 25 * 2**20
-
-
-def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{name}={value!r}: give True or False")
-
-
-def check(module: object, every: Any, state: State, what: str, planned: bool = False) -> None:
-    """Raises ArgumentError or SetupError. what: the class, for messages; planned: it takes planned groups."""
-    if not isinstance(module, torch.nn.Module):
-        raise ArgumentError(f"module={module!r}: give the torch.nn.Module that the optimizer trains")
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ArgumentError(f"every={every!r}: give a number of steps between two exchanges, at least 1")
-    if state.settings.planned and not planned:
-        raise SetupError(
-            f"groups={state.settings.groups!r} are planned by measured exchanges, which {what} does not do: "
-            'give it a State with a named codec and fixed groups, such as State("topk", groups="bucket")'
-        )
+CALL = "sidcomp.compress"  # what the program has called, in messages
 
 
 def trained(
@@ -73,29 +53,28 @@ def compare(
     named: Mapping[str, torch.Tensor],
     module: torch.nn.Module,
     group: dist.ProcessGroup,
-    what: str,
     arguments: Mapping[str, Any],
     part: str = "",
 ) -> None:
     """Raises SetupError on every rank if the ranks' parameters or buffers differ in name, shape or dtype, if
     they are other shards, or if the arguments differ. All ranks must exchange the same at the same steps.
-    named: the parameters; what: the class, for messages; part: which shard, "" for the whole module."""
+    named: the parameters; part: which shard, "" for the whole module."""
     tensors = {**named, **{f"buffer {name}": x for name, x in module.named_buffers()}}
     mine = [(name, tuple(x.shape), str(x.dtype)[6:]) for name, x in tensors.items()]
     told: list[Any] = [None] * dist.get_world_size(group)
-    with exchanging(f"{what}()"):
+    with exchanging(f"{CALL}()"):
         dist.all_gather_object(told, (part, dict(arguments), mine), group=group)
     for rank, (_, theirs, _) in enumerate(told):
         for name, own in told[0][1].items():
             if theirs.get(name, own) != own:
                 raise SetupError(
-                    f"{what}: rank {rank} has {name}={theirs[name]!r} where rank 0 has {name}={own!r}: give "
+                    f"{CALL}: rank {rank} has {name}={theirs[name]!r} where rank 0 has {name}={own!r}: give "
                     "every rank the same arguments and optimizers"
                 )
     for rank, (theirs, *_) in enumerate(told):
         if theirs != told[0][0]:
             raise SetupError(
-                f"{what}: rank {rank} of the process group holds {theirs or 'the whole module'} and rank 0 "
+                f"{CALL}: rank {rank} of the process group holds {theirs or 'the whole module'} and rank 0 "
                 f"{told[0][0] or 'the whole module'}: give a process_group of ranks that hold the same shard"
             )
     everyone = [theirs for *_, theirs in told]
@@ -106,87 +85,9 @@ def compare(
             if a != b:
                 shown = [f"{x[0]!r} of {x[2]} {list(x[1])}" if x else "nothing" for x in (a, b)]
                 raise SetupError(
-                    f"{what}: the ranks train different models: rank {rank} has {shown[1]} where rank 0 has "
+                    f"{CALL}: the ranks train different models: rank {rank} has {shown[1]} where rank 0 has "
                     f"{shown[0]}; give every rank the same modules, with the same parameters frozen"
                 )
-
-
-class Stray:
-    """Refuses steps of the optimizers that `step` of their owner does not take: the owner would not count
-    them, and the ranks would exchange at different points. It refuses them before a parameter has moved."""
-
-    def __init__(self, owner: Any, optimizers: Sequence[torch.optim.Optimizer], what: str) -> None:
-        self._owner, self._what = weakref.ref(owner), what
-        self.expected = False
-        self._met = False  # the first step has been looked at
-        for optimizer in optimizers:
-            register = getattr(optimizer, "register_step_pre_hook", None)
-            if register is not None:
-                register(self)
-
-    def __call__(self, optimizer: Any, *_: Any) -> None:
-        owner = self._owner()
-        if owner is None or owner.state._closed is not None:
-            return
-        if self.expected:
-            if not self._met and not owner.steps:  # else its own checkpoint was loaded
-                owner.state._meet(optimizer, f"the state_dict() of {self._what} and ")
-            self._met = True
-            return
-        # Before torch.distributed.checkpoint loads an optimizer's state, it makes one by a step of rate 0.
-        if all("lr" in group and not float(group["lr"]) for group in optimizer.param_groups):
-            return
-        raise SetupError(
-            f"the optimizer would step without {self._what}: call {self._what}'s step() in place of "
-            "optimizer.step(), or close its State first. No parameter has moved"
-        )
-
-
-def take_step(
-    optimizers: Sequence[torch.optim.Optimizer], closure: Callable[[], Any] | None, scaler: Any
-) -> Any:
-    """Calls the optimizers' steps, by the GradScaler if there is one. Returns what the last one returns.
-    Raises ArgumentError before anything has stepped."""
-    if closure is not None and not callable(closure):
-        raise ArgumentError(
-            f"step(closure={closure!r}): give a function that computes the gradients and returns the loss, "
-            "or leave it out; a GradScaler is given by name, step(scaler=scaler). Nothing has stepped"
-        )
-    if scaler is not None and not all(callable(getattr(scaler, f, None)) for f in ("step", "get_scale")):
-        raise ArgumentError(
-            f"step(scaler={scaler!r}): give a torch.amp.GradScaler, or leave it out. Nothing has stepped"
-        )
-    scaler = enabled(scaler)
-    if closure is not None and (scaler is not None or len(optimizers) > 1):
-        who = "a GradScaler takes no closure" if scaler is not None else "each optimizer would evaluate it"
-        raise ArgumentError(
-            f"step(closure): {who}: call backward() before step(), and leave the closure out. Nothing has "
-            "stepped"
-        )
-    out = None
-    for optimizer in optimizers:
-        if scaler is not None:
-            out = scaler.step(optimizer)
-        else:
-            out = optimizer.step(closure) if closure is not None else optimizer.step()
-    return out
-
-
-def check_saved(saved: object, what: str, **fields: Check) -> None:
-    """Raises CheckpointError if it cannot be what `state_dict` returned. what: the class. fields: what each
-    entry must be."""
-    if not isinstance(saved, dict):
-        raise CheckpointError(
-            f"{what}.load_state_dict({reprlib.repr(saved)}): give the dictionary that {what}.state_dict() "
-            "returned, as torch.load reads it"
-        )
-    for name, of in fields.items():
-        if name not in saved:
-            raise CheckpointError(
-                f'{what}: the dictionary has no "{name}": it is damaged, or not what {what}.state_dict() '
-                "returned"
-            )
-        of(saved[name], f'{what}: "{name}"')
 
 
 def lacks(values: object, name: str, like: torch.Tensor) -> str:
@@ -209,14 +110,14 @@ def check_values(
             found = "a tensor with NaN or Inf"
         if found:
             raise CheckpointError(
-                f"sidcomp.compress: no {what} of the shape of parameter {name!r}, {tuple(like.shape)}, but "
+                f"{CALL}: no {what} of the shape of parameter {name!r}, {tuple(like.shape)}, but "
                 f"{found}: the dictionary is damaged, or of another model"
             )
 
 
 def named_group(state: State, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Returns the process group that the program has given, if it has."""
-    given: Any = process_group if process_group is not None else state._engine.process_group
+    given: Any = process_group if process_group is not None else state.engine.process_group
     if given is not None and not isinstance(given, dist.ProcessGroup):
         raise SetupError(
             f"process_group={given!r} is no process group of which this rank is a member: give one that "
@@ -227,7 +128,7 @@ def named_group(state: State, process_group: dist.ProcessGroup | None) -> dist.P
             given,
             "steps on each rank's own are not averaged over one",
             "average gradients over it, by DDP with sidcomp.process_group(group) or sidcomp.register; or, if "
-            "ranks may leave and come back, give Outer a deadline and leave process_group out",
+            "ranks may leave and come back, give sidcomp.compress a deadline and leave process_group out",
         )
     return given
 
@@ -239,43 +140,6 @@ def group_of(state: State, process_group: dist.ProcessGroup | None) -> dist.Proc
     chosen = given if given is not None else dist.group.WORLD
     assert chosen is not None
     return chosen
-
-
-class Part:
-    """Parameters of one dtype and device, and vectors over them. update: what is exchanged, and then the
-    mean; update_views: its parts, with the parameters' shapes. host: the vectors are in the host's memory,
-    wherever the parameters are."""
-
-    def __init__(self, names: list[str], named: Mapping[str, torch.Tensor], host: bool = False) -> None:
-        self.names, self.host = names, host
-        self.take(named)
-        self.update = self.vector()
-        self.update_views = self.views(self.update)
-
-    def take(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Uses these tensors as its parameters from now on."""
-        self.parameters = [named[name] for name in self.names]
-
-    def vector(self) -> torch.Tensor:
-        """A vector of zeros."""
-        first = self.parameters[0]
-        n = sum(p.numel() for p in self.parameters)
-        if not self.host or first.device.type == "cpu":
-            return torch.zeros(n, dtype=first.dtype, device=first.device)
-        return torch.zeros(n, dtype=first.dtype, device="cpu", pin_memory=torch.cuda.is_available())
-
-    def views(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """A vector's parts, with the parameters' shapes."""
-        parts = torch.split(x, [p.numel() for p in self.parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
-
-    def bucket(self) -> Bucket:
-        return Bucket(self.names, [p.shape for p in self.parameters], self.update, self.parameters)
-
-    def measure_from(self, x: torch.Tensor) -> None:
-        """Takes what the parameters have moved from `x`, with the sign of a gradient, as the update."""
-        torch._foreach_copy_(self.update_views, self.parameters)
-        torch.sub(x, self.update, out=self.update)
 
 
 class Vectors:
@@ -295,8 +159,8 @@ class Vectors:
         self.names, self.host = names, host
         self.take(named)
         self.update, self.point = self._vector(), self._vector()
-        self.base = self._vector() if own_base else self.point
-        self.update_views = self._views(self.update)
+        self.update_views, self.point_views = self._views(self.update), self._views(self.point)
+        self.set_apart(own_base)
 
     def take(self, named: Mapping[str, torch.Tensor]) -> None:
         """Uses these tensors as its parameters from now on."""
@@ -313,6 +177,16 @@ class Vectors:
         parts = torch.split(x, [p.numel() for p in self.parameters])
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
+    def set_apart(self, own_base: bool) -> None:
+        """Gives the base memory of its own, or that of the point."""
+        self.base = self._vector() if own_base else self.point
+        self.base_views = self._views(self.base)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the base has memory of its own."""
+        return self.base is not self.point
+
     def named(self, x: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """A vector's parts, with the parameters' names and shapes; None: the parameters."""
         return dict(zip(self.names, self.parameters if x is None else self._views(x), strict=True))
@@ -323,14 +197,14 @@ class Vectors:
     @torch.no_grad()
     def start(self) -> None:
         """Takes the present parameters as the point."""
-        torch._foreach_copy_(self._views(self.point), self.parameters)
-        self.base.copy_(self.point)
+        torch._foreach_copy_(self.point_views, self.parameters)
+        self.mark()
 
     @torch.no_grad()
     def mark(self) -> None:
         """An exchange begins, during which the parameters may move on."""
-        if self.base is not self.point:
-            torch._foreach_copy_(self._views(self.base), self.parameters)
+        if self.apart:
+            torch._foreach_copy_(self.base_views, self.parameters)
 
     def measure(self, start: torch.Tensor | None = None) -> None:
         """Takes what the parameters have moved from `start`, with the sign of a gradient, as the update.
@@ -340,34 +214,34 @@ class Vectors:
 
     def measure_departure(self) -> None:
         """Takes how far the parameters were from the point when the exchange began as the update."""
-        if self.base is self.point:
-            self.measure()
-        else:
+        if self.apart:
             torch.sub(self.point, self.base, out=self.update)
+        else:
+            self.measure()
 
     def resume(self, keep: bool) -> None:
         """Continues from the base. keep: with what the update holds, as `measure` has found it."""
         if keep:
             torch.sub(self.base, self.update, out=self.update)
-        self.put(self.update if keep else self.base)
+        self.put(self.update_views if keep else self.base_views)
 
     @torch.no_grad()
-    def put(self, x: torch.Tensor) -> None:
-        """Copies a vector into the parameters."""
-        torch._foreach_copy_(self.parameters, self._views(x))
+    def put(self, views: list[torch.Tensor]) -> None:
+        """Copies a vector's parts into the parameters."""
+        torch._foreach_copy_(self.parameters, views)
 
 
-def refuse_converted(parts: Sequence["Part | Vectors"], what: str, every: bool) -> None:
-    """Raises SetupError if the module has other dtypes, or is on another device, than when `what` was made,
-    whose vectors have the former ones. every: looks at all parameters, else at one of each part."""
-    for part in parts:
-        for name, p in zip(part.names if every else part.names[:1], part.parameters, strict=False):
-            moved = p.device != part.update.device and not part.host
-            if moved or p.dtype is not part.update.dtype:
-                then, now = (f"{str(x.dtype)[6:]} on {x.device}" for x in (part.update, p))
+def refuse_converted(vectors: Sequence[Vectors], every: bool) -> None:
+    """Raises SetupError if the module has other dtypes, or is on another device, than when the vectors were
+    made. every: looks at all parameters, else at one of each of the vectors."""
+    for v in vectors:
+        for name, p in zip(v.names if every else v.names[:1], v.parameters, strict=False):
+            moved = p.device != v.update.device and not v.host
+            if moved or p.dtype is not v.update.dtype:
+                then, now = (f"{str(x.dtype)[6:]} on {x.device}" for x in (v.update, p))
                 raise SetupError(
-                    f"parameter {name!r} was converted since {what} was made, from {then} to {now}: convert "
-                    f"the module first, and then make {what}. Nothing has stepped"
+                    f"parameter {name!r} was converted since {CALL}() was called, from {then} to {now}: "
+                    f"convert the module first, and then call {CALL}(). Nothing has stepped"
                 )
 
 
@@ -375,12 +249,13 @@ def open_engine(state: State) -> Engine:
     """Returns the State's engine for an exchange. Raises SetupError if the State is closed, or follows an
     optimizer."""
     state._open()
-    if state._engine.rates is not None:
+    engine = state.engine
+    if engine.rates is not None:
         raise SetupError(
             "state.follow() rescales residuals by the learning rate, which updates already contain: call "
             "state.follow(None)"
         )
-    return state._engine
+    return engine
 
 
 def serve(
@@ -389,14 +264,12 @@ def serve(
     named: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
     device: torch.device,
-    what: str,
     part: str = "",
     beside: int = 0,
 ) -> Model:
     """Makes the State serve the module. group: the ranks, which are connected here; None: the caller connects
-    them. what: the class, for messages; part: which shard these ranks hold; beside: as in `Model`.
-
-    Plans compare with the same class without a codec."""
+    them. part: which shard these ranks hold; beside: as in `Model`. Plans compare with updates without a
+    codec."""
     model = Model(
         group,  # type: ignore[arg-type]  # nobody reads it then
         {name: tuple(p.shape) for name, p in named.items()},
@@ -408,9 +281,9 @@ def serve(
     )
     if state._door is not None and state._door.open:
         raise SetupError("this State serves a model already: give every model a State of its own")
-    state._attach(Door(module, model, state._engine), roles(module))
+    state._attach(Door(module, model, state.engine), roles(module))
     if group is not None:
-        state._engine.connect(model, device, f"sidcomp.{what}()")
+        state.engine.connect(model, device, f"{CALL}()")
     return model
 
 

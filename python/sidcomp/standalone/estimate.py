@@ -132,8 +132,7 @@ def estimate(
     every: int = 30,
 ) -> Estimate:
     """Predicts the step of plain DDP, of each of `codecs`, of State("auto") with each of `optimizers`, and of
-    local training: LocalError with updates of a hundredth of the bytes, and LocalSteps and Outer, whose ranks
-    exchange once in `every` steps.
+    updates: of a hundredth of the bytes in each step, and exchanged once in `every` steps.
 
     step_ms: the milliseconds that one rank computes in a step: forward, backward, optimizer.
     compute: what encode and decode take, by the `encoding` of `candidates`.
@@ -172,9 +171,9 @@ def estimate(
         tuple(
             costs.local(name, label, steps)
             for name, label, steps in (
-                ("LocalError, updates at 1/100", _label(HUNDREDTH), 1),
-                (f"LocalSteps or Outer, uncompressed, every {every}", DENSE, every),
-                (f"Outer, its own codec, every {every}", _label(OUTER), every),
+                ("updates at 1/100", _label(HUNDREDTH), 1),
+                (f"updates, uncompressed, every {every}", DENSE, every),
+                (f"updates, SparseLoCo, every {every}", _label(OUTER), every),
             )
             if label in costs.bytes_of
         ),

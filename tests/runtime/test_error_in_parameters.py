@@ -1,4 +1,4 @@
-"""LocalError: what a rank's optimizer did and the others have not been told stays in its own parameters."""
+"""error="parameters": what a rank's optimizers did and it has not sent stays in its own parameters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,20 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-import torch.distributed as dist
 from harness import run
+from local_training import (
+    KINDS,
+    OPTIMIZERS,
+    alike,
+    backward,
+    error_of,
+    flat,
+    mean,
+    network,
+    sgd,
+    train,
+    updates,
+)
 from sidcomp.config.grouping import DENSE, Regime
 from sidcomp.config.settings import PLAIN
 from torch import nn
@@ -22,11 +34,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 12
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-}
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("momentum", {"codec": "topk", "density": 0.1}),
     ("AdamW", {}),
@@ -38,57 +45,19 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
-
-
-def backward(model: nn.Module, rank: int, step: int, scale: float = 1.0) -> float:
-    draw = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(16, 12, generator=draw)
-    y = torch.stack([x[:, :4].sum(1), x[:, 4:8].prod(1), x[:, 8:].amax(1)], 1)
-    loss = (model(x) - y).square().mean()
-    (loss * scale).backward()
-    return loss.item()
-
-
-def flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def alike(x: torch.Tensor) -> bool:
-    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, x)
-    return all(torch.equal(y, x) for y in everyone)
-
-
-def mean(x: torch.Tensor) -> torch.Tensor:
-    total = x.double()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
-
-
-def error_of(state: sidcomp.State, module: nn.Module) -> torch.Tensor:
-    """The memory's contents, in the order of the parameters; what is kept for all ranks is left out."""
-    kept = state.state_dict()["residuals"]
-    parts = [
-        kept[name][0] if name in kept else torch.zeros(p.numel()) for name, p in module.named_parameters()
-    ]
-    return torch.cat(parts)
-
-
 def beside_ddp(rank: int, world: int) -> float:
     """SGD and codec none: what DDP does, up to rounding."""
     ours, module = network(rank), network(0)  # rank 0's parameters count
     ddp = DistributedDataParallel(module)
     theirs = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("none") as state:
-        local = sidcomp.LocalError(ours, OPTIMIZERS["SGD"](ours.parameters()), state)
+        sgd = OPTIMIZERS["SGD"](ours.parameters())
+        updates("parameters", ours, sgd, state)
         for step in range(STEPS):
             for model in (ours, ddp):
                 model.zero_grad()
                 backward(model, rank, step)
-            local.step()
+            sgd.step()
             theirs.step()
             assert alike(flat(ours))
     return float((flat(ours) - flat(module)).norm() / flat(module).norm())
@@ -102,36 +71,33 @@ def test_sgd_without_a_codec_is_ddp(world: int) -> None:
 def trains(
     rank: int, world: int, optimizer: str, settings: dict[str, Any], every: int, delay: int
 ) -> tuple[float, float]:
-    """The loss of the agreed parameters at the start and at the end. In between: parameters = agreed - error,
-    and nothing that an optimizer did is lost or told twice."""
-    module = network(rank)
+    """The loss at the start and at the end. In between: parameters = point - error, and nothing that an
+    optimizer did is lost or told twice."""
+    module, stepped = network(rank), []
     with sidcomp.State(**settings) as state:
         inner = OPTIMIZERS[optimizer](module.parameters())
-        local = sidcomp.LocalError(module, inner, state, every=every, delay=delay, noise_correction=False)
-        local._stray.expected = True  # this takes apart what step() does
+        inner.register_step_post_hook(lambda *_: stepped.append(flat(module)))  # before it exchanges
+        how = {"delay": every * delay, "noise_correction": False}
+        local = updates("parameters", module, inner, state, every=every, **how)
         done = flat(module).double()  # where the optimizers have brought the mean of the ranks
         losses = []
         for step in range(30 * every):
             before = flat(module)
-            module.zero_grad()
-            losses.append(backward(module, rank, step))
-            local.optimizer.step()
-            done += mean(flat(module) - before)
-            local.steps += 1
+            losses += train(module, inner, rank, range(step, step + 1))
+            done += mean(stepped.pop() - before)
             if local.steps % every == 0:
-                local.exchange()
                 for future in local._futures:
                     future.wait()
-                with local.agreed():
-                    agreed = flat(module)
-                assert alike(agreed)
+                with local.common():
+                    point = flat(module)
+                assert alike(point)
                 error = error_of(state, module)
                 if not delay:
-                    assert torch.equal(flat(module), agreed - error)
+                    assert torch.equal(flat(module), point - error)
                 if settings.get("exchange") != "twoshot":  # which keeps a second error, for all ranks
-                    flight = mean(flat(module)) if delay else agreed.double() - mean(error)
+                    flight = mean(flat(module)) if delay else point.double() - mean(error)
                     torch.testing.assert_close(flight, done, rtol=0, atol=2e-5)
-        local.merge()
+        local.average()
         assert alike(flat(module))
         torch.testing.assert_close(flat(module).double(), done, rtol=0, atol=5e-5)
         assert not error_of(state, module).any()
@@ -177,35 +143,31 @@ class Changing:
 
 
 def planned(rank: int, world: int, every: int) -> tuple[int, int]:
-    """Parameters are agreed ones less the error, also where errors wait for a group that has a memory."""
-    module = network(rank)
+    """Parameters are the point less the error, also where errors wait for a group that has a memory."""
+    module, stepped = network(rank), []
     waited = 0
     with sidcomp.State("auto", candidates=[("topk", {"density": 0.1}), "int4"]) as state:
         inner = OPTIMIZERS["AdamW"](module.parameters())
-        local = sidcomp.LocalError(module, inner, state, every=every, noise_correction=False)
-        local._stray.expected = True
+        inner.register_step_post_hook(lambda *_: stepped.append(flat(module)))
+        local = updates("parameters", module, inner, state, every=every, noise_correction=False)
         state._engine.tuner = Changing(module, 48)
         done, groups = flat(module).double(), set()
         for step in range(48 * every):
             before = flat(module)
-            module.zero_grad()
-            backward(module, rank, step)
-            inner.step()
-            done += mean(flat(module) - before)
-            local.steps += 1
+            train(module, inner, rank, range(step, step + 1))
+            done += mean(stepped.pop() - before)
             if local.steps % every == 0:
-                local.exchange()
                 groups.add(tuple(g.plan.codec for g in state._engine.groups))
                 waited += bool(state._engine.unassigned)
-                with local.agreed():
-                    agreed = flat(module)
-                assert alike(agreed)
+                with local.common():
+                    point = flat(module)
+                assert alike(point)
                 error = error_of(state, module)
-                assert torch.equal(flat(module), agreed - error)
-                torch.testing.assert_close(agreed.double() - mean(error), done, rtol=0, atol=5e-5)
-            if step == 15 * every:  # errors wait, and are merged
+                assert torch.equal(flat(module), point - error)
+                torch.testing.assert_close(point.double() - mean(error), done, rtol=0, atol=5e-5)
+            if step == 15 * every:  # errors wait, and are averaged
                 assert state._engine.unassigned
-                local.merge()
+                local.average()
                 assert alike(flat(module)) and not error_of(state, module).any()
                 torch.testing.assert_close(flat(module).double(), done, rtol=0, atol=5e-5)
     return len(groups), waited
@@ -220,24 +182,22 @@ def test_errors_stay_in_the_parameters_while_groups_change(every: int) -> None:
 def automatic(rank: int, world: int) -> dict[str, Any]:
     """A search to its end, and the same run taken up again."""
 
-    def train(state: sidcomp.State, saved: dict[str, Any] | None) -> dict[str, Any]:
+    def search(state: sidcomp.State, saved: dict[str, Any] | None) -> dict[str, Any]:
         module = network(0)
         optimizer = OPTIMIZERS["AdamW"](module.parameters())
-        local = sidcomp.LocalError(module, optimizer, state)
+        local = updates("parameters", module, optimizer, state)
         if saved is not None:
             optimizer.load_state_dict(saved["optimizer"])
             state.load_state_dict(saved["state"])
             local.load_state_dict(saved["local"])
         for step in range(400):
-            module.zero_grad()
-            backward(module, rank, step)
-            local.step()
+            train(module, optimizer, rank, range(step, step + 1))
             if step > 2 and state.plan_report()["stage"] in ("settled", "warming up"):
                 break
-        with local.agreed():
-            agreed = flat(module)
-        assert alike(agreed)
-        assert torch.equal(flat(module), agreed - error_of(state, module))
+        with local.common():
+            point = flat(module)
+        assert alike(point)
+        assert torch.equal(flat(module), point - error_of(state, module))
         return copy.deepcopy(
             {
                 "optimizer": optimizer.state_dict(),
@@ -250,9 +210,9 @@ def automatic(rank: int, world: int) -> dict[str, Any]:
         )
 
     with sidcomp.State("auto") as state:
-        first = train(state, None)
+        first = search(state, None)
     with sidcomp.State("auto") as state:
-        again = train(state, first)
+        again = search(state, first)
     assert again["report"]["why"] == first["report"]["why"], "it goes on with what it had found"
     return first
 
@@ -261,7 +221,7 @@ def test_auto_finds_a_plan() -> None:
     for found in run(automatic, 2):
         report = found["report"]
         assert report["stage"] in ("settled", "warming up") and report["dense_ps"] > 0
-        assert "uncompressed LocalError" in found["said"]
+        assert "an uncompressed exchange" in found["said"]
         assert found["ready"] and len(set(found["ready"])) == 1, "all parameters are ready together"
 
 
@@ -269,21 +229,21 @@ def with_nan(rank: int, world: int, nonfinite: str, delay: int) -> None:
     module = network(0)
     optimizer = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("topk", density=0.2, nonfinite=nonfinite, groups="layer") as state:
-        local = sidcomp.LocalError(module, optimizer, state, delay=delay)
+        local = updates("parameters", module, optimizer, state, delay=delay)
         for step in range(8):
             module.zero_grad()
             backward(module, rank, step)
-            with local.agreed():
+            with local.common():
                 before = flat(module)
             if step == 3 and rank == 1:
                 next(module.parameters()).grad[0, 0] = float("nan")
-            local.step()
+            optimizer.step()
             if step == 3 and not delay:
                 assert torch.equal(flat(module), before - error_of(state, module))
-                with local.agreed():
+                with local.common():
                     assert torch.equal(flat(module), before)
         assert torch.isfinite(flat(module)).all()
-        local.merge()
+        local.average()
         assert alike(flat(module)) and torch.isfinite(flat(module)).all()
 
 
@@ -293,46 +253,45 @@ def test_what_is_not_finite_is_discarded_on_all_ranks(nonfinite: str, delay: int
     run(with_nan, 2, nonfinite, delay)
 
 
-def merged_with_nan(rank: int, world: int) -> None:
+def averaged_with_nan(rank: int, world: int) -> None:
     """One rank's parameters are not finite, between two exchanges."""
     module = network(0)
     with sidcomp.State("topk", density=0.2) as state:
-        local = sidcomp.LocalError(module, OPTIMIZERS["SGD"](module.parameters()), state, every=4)
+        sgd = OPTIMIZERS["SGD"](module.parameters())
+        local = updates("parameters", module, sgd, state, every=4)
         for step in range(6):
             module.zero_grad()
             backward(module, rank, step)
             if step == 5 and rank == 1:
                 next(module.parameters()).grad[0, 0] = float("nan")
-            local.step()
+            sgd.step()
         assert bool(torch.isfinite(flat(module)).all()) == (rank == 0)
-        local.merge()
+        local.average()
         assert alike(flat(module)) and torch.isfinite(flat(module)).all()
 
 
-def test_a_rank_that_is_not_finite_leaves_the_merge_finite() -> None:
-    run(merged_with_nan, 2)
+def test_a_rank_that_is_not_finite_leaves_the_average_finite() -> None:
+    run(averaged_with_nan, 2)
 
 
 def counted(rank: int, world: int) -> dict[str, tuple[str, float, str]]:
     """What the first line says that the bytes are divided by, and what is counted in the end."""
     ways: dict[str, Any] = {
-        "samples": lambda m, o, s: sidcomp.LocalError(m, o, s),
-        "rows": lambda m, o, s: sidcomp.LocalError(m, o, s, every=2, noise_correction="rows"),
-        "sketches": lambda m, o, s: sidcomp.LocalError(m, o, s, every=20),
-        "parts": lambda m, o, s: sidcomp.LocalSteps(m, o, s, every=4, parts=2, noise_correction=True),
-        "outer": lambda m, o, s: sidcomp.Outer(m, o, s, every=4, noise_correction=True),
-        "none": lambda m, o, s: sidcomp.LocalError(m, o, s, noise_correction=False),
+        "samples": ("parameters", {}),
+        "rows": ("parameters", {"every": 2, "noise_correction": "rows"}),
+        "sketches": ("parameters", {"every": 20}),
+        "parts": ("memory", {"every": 4, "parts": 2, "noise_correction": True}),
+        "outer": ("outer", {"every": 4, "noise_correction": True}),
+        "none": ("parameters", {"noise_correction": False}),
     }
     found = {}
-    for name, make in ways.items():
+    for name, (kind, how) in ways.items():
         module = network(0)
         said = io.StringIO()
         with sidcomp.State("topk", density=0.05, groups="layer") as state, redirect_stderr(said):
-            local = make(module, OPTIMIZERS["AdamW"](module.parameters()), state)
-            for step in range(8 * local.every):
-                module.zero_grad()
-                backward(module, rank, step)
-                local.step()
+            adamw = OPTIMIZERS["AdamW"](module.parameters())
+            local = updates(kind, module, adamw, state, **how)
+            train(module, adamw, rank, range(8 * local.every))
             found[name] = said.getvalue(), float(state.stats()["ratio"]), state.explain()
     return found
 
@@ -354,7 +313,7 @@ def scaled(rank: int, world: int, every: int, fused: bool) -> tuple[float, float
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + rank))
     losses = []
     with sidcomp.State("int4") as state:
-        local = sidcomp.LocalError(module, optimizer, state, every=every)
+        local = updates("parameters", module, optimizer, state, every=every)
         for step in range(40):
             module.zero_grad()
             losses.append(backward(module, rank, step, scaler.get_scale()))
@@ -362,11 +321,11 @@ def scaled(rank: int, world: int, every: int, fused: bool) -> tuple[float, float
             if step == 5 and rank == 1:
                 next(module.parameters()).grad[0, 0] = float("inf")
             before = flat(module).clone()
-            local.step(scaler=scaler)
+            scaler.step(optimizer)
             if step == 5 and rank == 1 and every > 1:
                 assert torch.equal(flat(module), before), "no step, and no exchange"
             scaler.update()
-        local.merge()
+        local.average()
         assert alike(flat(module)) and state.stats()["steps"] == 40 // every
     return losses[0], scaler.get_scale()
 
@@ -384,17 +343,20 @@ def resumed(rank: int, world: int, stop: int, every: int, delay: int, noise: str
         module = network(seed)
         optimizer = OPTIMIZERS["AdamW"](module.parameters())
         with sidcomp.State("topk", density=0.1) as state:
-            local = sidcomp.LocalError(
-                module, optimizer, state, every=every, delay=delay, noise_correction=noise
+            local = updates(
+                "parameters",
+                module,
+                optimizer,
+                state,
+                every=every,
+                delay=delay * every,
+                noise_correction=noise,
             )
             if saved is not None:
                 optimizer.load_state_dict(saved["optimizer"])
                 state.load_state_dict(saved["state"])
                 local.load_state_dict(saved["local"])
-            for step in range(first, last):
-                module.zero_grad()
-                backward(module, rank, step)
-                local.step()
+            train(module, optimizer, rank, range(first, last))
             return copy.deepcopy(
                 {
                     "own": flat(module),
@@ -406,7 +368,7 @@ def resumed(rank: int, world: int, stop: int, every: int, delay: int, noise: str
 
     whole = part(0, 0, STEPS, None)
     again = part(7, stop, STEPS, part(0, 0, stop, None))  # other parameters until the checkpoint is loaded
-    same = all(torch.equal(whole["local"]["agreed"][n], x) for n, x in again["local"]["agreed"].items())
+    same = all(torch.equal(whole["local"]["point"][n], x) for n, x in again["local"]["point"].items())
     return same and torch.equal(whole["own"], again["own"])
 
 
@@ -425,7 +387,7 @@ def on_ranks(rank: int, world: int, path: str, first: bool, delay: int) -> float
     module = network(0)
     optimizer = OPTIMIZERS["AdamW"](module.parameters())
     with sidcomp.State("topk", density=0.1) as state:
-        local = sidcomp.LocalError(module, optimizer, state, delay=delay)
+        local = updates("parameters", module, optimizer, state, delay=delay)
         if not first:
             files = [torch.load(f"{path}/{r}", weights_only=True) for r in range(2)]
             state.load_state_dict([f["state"] for f in files])
@@ -433,15 +395,11 @@ def on_ranks(rank: int, world: int, path: str, first: bool, delay: int) -> float
             error = mean(error_of(state, module))
             before = sum(f["error"].double() for f in files) / world
             torch.testing.assert_close(error, before, rtol=0, atol=1e-6)
-            with local.agreed():
-                agreed = flat(module)
-            assert alike(agreed)
-            torch.testing.assert_close(flat(module), agreed - error_of(state, module), rtol=0, atol=0)
-        losses = []
-        for step in range(40):
-            module.zero_grad()
-            losses.append(backward(module, rank, step))
-            local.step()
+            with local.common():
+                point = flat(module)
+            assert alike(point)
+            torch.testing.assert_close(flat(module), point - error_of(state, module), rtol=0, atol=0)
+        losses = train(module, optimizer, rank, range(40))
         if first:
             kept = {
                 "state": state.state_dict(),
@@ -462,14 +420,13 @@ def test_another_number_of_ranks_takes_over(tmp_path: Any, delay: int) -> None:
 def evaluated(rank: int, world: int, look: bool, delay: int) -> torch.Tensor:
     module = network(0)
     with sidcomp.State("topk", density=0.1) as state:
-        local = sidcomp.LocalError(module, OPTIMIZERS["AdamW"](module.parameters()), state, delay=delay)
+        adamw = OPTIMIZERS["AdamW"](module.parameters())
+        local = updates("parameters", module, adamw, state, delay=delay)
         for step in range(STEPS):
-            module.zero_grad()
-            backward(module, rank, step)
-            local.step()
+            train(module, adamw, rank, range(step, step + 1))
             if look:
                 own = flat(module)
-                with local.agreed() as m:
+                with local.common() as m:
                     assert m is module and not torch.equal(flat(module), own)
                 assert torch.equal(flat(module), own)
                 local.state_dict()
@@ -477,7 +434,7 @@ def evaluated(rank: int, world: int, look: bool, delay: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_looking_at_the_agreed_parameters_changes_nothing(delay: int) -> None:
+def test_looking_at_the_point_changes_nothing(delay: int) -> None:
     for a, b in zip(run(evaluated, 2, False, delay), run(evaluated, 2, True, delay), strict=True):
         assert torch.equal(a, b)
 
@@ -485,12 +442,13 @@ def test_looking_at_the_agreed_parameters_changes_nothing(delay: int) -> None:
 def with_ddp(rank: int, world: int) -> bool:
     ddp = DistributedDataParallel(network(0))
     with sidcomp.State("topk", density=0.1) as state:
-        local = sidcomp.LocalError(ddp, OPTIMIZERS["AdamW"](ddp.parameters()), state)
+        adamw = OPTIMIZERS["AdamW"](ddp.parameters())
+        updates("parameters", ddp, adamw, state)
         for step in range(4):
             ddp.zero_grad()
             backward(ddp, rank, step)
             gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()])
-            local.step()
+            adamw.step()
     return alike(gradient)
 
 
@@ -501,7 +459,7 @@ def test_a_ddp_model_keeps_its_gradients_to_itself() -> None:
 def refused_ddp(rank: int, world: int) -> bool:
     ddp = DistributedDataParallel(network(0))
     with pytest.raises(sidcomp.SetupError):
-        sidcomp.LocalError(ddp, OPTIMIZERS["SGD"](network(1).parameters()))
+        updates("parameters", ddp, OPTIMIZERS["SGD"](network(1).parameters()))
     return ddp.require_backward_grad_sync
 
 
@@ -513,52 +471,45 @@ def refused(rank: int, world: int, case: str) -> str:
     module = network(0)
     optimizer = OPTIMIZERS["AdamW"](module.parameters())
     make: dict[str, Any] = {
-        "every": lambda: sidcomp.LocalError(module, optimizer, every=0),
-        "delay": lambda: sidcomp.LocalError(module, optimizer, delay=2),
-        "memory": lambda: sidcomp.LocalError(module, optimizer, sidcomp.State("topk", memory="none")),
-        "momentum": lambda: sidcomp.LocalError(module, optimizer, sidcomp.State("topk", memory="dgc")),
-        "planned": lambda: sidcomp.LocalError(module, optimizer, sidcomp.State("auto"), delay=1),
-        "bf16": lambda: sidcomp.LocalError(module.bfloat16(), optimizer),
-        "optimizer": lambda: sidcomp.LocalError(module, OPTIMIZERS["SGD"](network(1).parameters())),
+        "every": lambda: updates("parameters", module, optimizer, every=0),
+        "delay": lambda: updates("parameters", module, optimizer, delay=2),
+        "parts": lambda: updates("parameters", module, optimizer, parts=2),
+        "outer": lambda: updates("parameters", module, optimizer, outer=sgd()),
+        "host": lambda: updates("parameters", module, optimizer, host=True),
+        "deadline": lambda: updates("parameters", module, optimizer, deadline=5.0),
+        "memory": lambda: updates("parameters", module, optimizer, sidcomp.State("topk", memory="none")),
+        "momentum": lambda: updates("parameters", module, optimizer, sidcomp.State("topk", memory="dgc")),
+        "planned": lambda: updates("parameters", module, optimizer, sidcomp.State("auto"), delay=1),
+        "bf16": lambda: updates("parameters", module.bfloat16(), optimizer),
+        "optimizer": lambda: updates("parameters", module, OPTIMIZERS["SGD"](network(1).parameters())),
         "damaged": lambda: loads(base={}),
         "order": lambda: loads(steps=3),
     }
 
     def loads(**wrong: Any) -> None:
-        local = sidcomp.LocalError(module, optimizer)
+        local = updates("parameters", module, optimizer)
         local.load_state_dict({**local.state_dict(), **wrong})
 
     def followed() -> None:
         state = sidcomp.State()
-        local = sidcomp.LocalError(module, optimizer, state)
+        updates("parameters", module, optimizer, state)
         state.follow(optimizer)
-        local.step()
-
-    def alone() -> None:
-        state = sidcomp.State()
-        local = sidcomp.LocalError(module, optimizer, state)
-        backward(module, rank, 0)
-        local.step()
-        before = flat(module)
-        try:
-            optimizer.step()
-        finally:
-            assert torch.equal(flat(module), before), "nothing is lost"
+        optimizer.step()
 
     def others() -> None:
         model = nn.Linear(3, 4 + rank)
-        sidcomp.LocalError(model, OPTIMIZERS["SGD"](model.parameters()))
+        updates("parameters", model, OPTIMIZERS["SGD"](model.parameters()))
 
     def shards() -> None:
         mesh = init_device_mesh("cpu", (world,))
         fully_shard(module, mesh=mesh)
-        sidcomp.LocalError(module, OPTIMIZERS["SGD"](module.parameters()))
+        updates("parameters", module, OPTIMIZERS["SGD"](module.parameters()))
 
     def node() -> None:
         state = sidcomp.State("topk", exchange="hierarchical", ranks_per_node=2)
-        sidcomp.LocalError(module, optimizer, state)
+        updates("parameters", module, optimizer, state)
 
-    make |= {"follow": followed, "hierarchical": node, "alone": alone, "others": others, "shards": shards}
+    make |= {"follow": followed, "hierarchical": node, "others": others, "shards": shards}
     try:
         make[case]()
     except sidcomp.errors.SidcompError as e:
@@ -571,6 +522,10 @@ def refused(rank: int, world: int, case: str) -> str:
     [
         ("every", "at least 1"),
         ("delay", "delay=2"),
+        ("parts", 'parts=2 needs error="memory"'),
+        ("outer", 'needs error="memory"'),
+        ("host", 'host=True needs error="memory"'),
+        ("deadline", 'deadline=5.0 needs error="memory"'),
         ("memory", 'memory="residual"'),
         ("momentum", 'memory="residual"'),
         ("planned", "leave delay out"),
@@ -580,9 +535,8 @@ def refused(rank: int, world: int, case: str) -> str:
         ("order", "State's load_state_dict first"),
         ("follow", "state.follow(None)"),
         ("hierarchical", "twoshot"),
-        ("alone", "call LocalError's step()"),
         ("others", "rank 1 has 'weight' of float32 [5, 3] where rank 0 has 'weight' of float32 [4, 3]"),
-        ("shards", "is a shard: give LocalError as process_group the ranks of all nodes"),
+        ("shards", "is a shard: give as process_group the ranks of all nodes"),
     ],
 )
 def test_what_is_wrong_is_said(case: str, said: str) -> None:
@@ -600,48 +554,40 @@ def split(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
     return [OPTIMIZERS[kind](matrices), OPTIMIZERS["AdamW"](vectors)]
 
 
-def two_optimizers(rank: int, world: int, make: str, kind: str) -> tuple[float, float, int]:
+def two_optimizers(rank: int, world: int, kind: str, first: str) -> tuple[float, float, int]:
     """The list does what its optimizers do one after the other, and only Adam's parameters are corrected."""
     module, alone = network(0), network(0)
-    both, own = split(module, kind), split(alone, kind)
+    both, own = split(module, first), split(alone, first)
     losses = []
     with sidcomp.State("none") as state:
-        more: dict[str, Any] = {"lr": 1, "momentum": 0} if make == "Outer" else {}
-        local = getattr(sidcomp, make)(module, both, state, every=2, **more)
-        backward(module, rank, 0)
-        for optimizer in both:
-            with pytest.raises(sidcomp.SetupError, match="step"):
-                optimizer.step()
+        more: dict[str, Any] = {"lr": 1, "momentum": 0} if kind == "outer" else {}
+        local = updates(kind, module, both, state, every=2, **more)
         alone.load_state_dict(module.state_dict())
-        with pytest.raises(sidcomp.ArgumentError, match="leave the closure out"):
-            local.step(lambda: torch.zeros(()))
-        with pytest.raises(sidcomp.ArgumentError, match="leave the closure out"):
-            local.step(lambda: torch.zeros(()), scaler=torch.amp.GradScaler("cpu"))
-        assert local.steps == 0 and torch.equal(flat(module), flat(alone))
         for step in range(40):
             for model in (module, alone):
                 model.zero_grad()
                 losses.append(backward(model, rank, step))
-            local.step()
+            for optimizer in both:
+                optimizer.step()
+            assert local.steps == step + 1
             if step == 0:
                 for optimizer in own:
                     optimizer.step()
                 assert torch.equal(flat(module), flat(alone)), "before the first exchange"
-        noise = getattr(local, "_noise", None)
-        corrected = len(noise._parameters) if noise is not None else 0
+        corrected = len(local.noise._parameters) if local.noise is not None else 0
     assert alike(flat(module))
     return losses[0], losses[-2], corrected
 
 
-@pytest.mark.parametrize("make", ["LocalError", "LocalSteps", "Outer"])
-def test_a_list_of_optimizers_steps_one_after_the_other(make: str) -> None:
-    for first, last, corrected in run(two_optimizers, 2, make, "momentum"):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_list_of_optimizers_steps_one_after_the_other(kind: str) -> None:
+    for first, last, corrected in run(two_optimizers, 2, kind, "momentum"):
         assert last < 0.7 * first
-        assert corrected == (3 if make == "LocalError" else 0), "the three vectors, which Adam has"
+        assert corrected == (3 if kind == "parameters" else 0), "the three vectors, which Adam has"
 
 
 def test_all_parameters_are_corrected_where_adam_has_them() -> None:
-    assert [corrected for *_, corrected in run(two_optimizers, 2, "LocalError", "AdamW")] == [6, 6]
+    assert [corrected for *_, corrected in run(two_optimizers, 2, "parameters", "AdamW")] == [6, 6]
 
 
 # ---- exchanges and a forward pass in bfloat16
@@ -653,18 +599,17 @@ def over_ring(rank: int, world: int, exchange: str) -> tuple[float, float]:
     module = network(rank)
     losses = []
     with sidcomp.State("marsit", memory="residual", eta_s=0.01, exchange=exchange) as state:
-        local = sidcomp.LocalError(module, OPTIMIZERS["AdamW"](module.parameters()), state)
+        adamw = OPTIMIZERS["AdamW"](module.parameters())
+        local = updates("parameters", module, adamw, state)
         for step in range(120):
-            module.zero_grad()
-            losses.append(backward(module, rank, step))
-            local.step()
-            with local.agreed():
-                agreed = flat(module)
-            assert alike(agreed)
+            losses += train(module, adamw, rank, range(step, step + 1))
+            with local.common():
+                point = flat(module)
+            assert alike(point)
             error = error_of(state, module)
-            assert error.any() and torch.equal(flat(module), agreed - error)
+            assert error.any() and torch.equal(flat(module), point - error)
         sent = state.stats()["ratio"]
-        local.merge()
+        local.average()
         assert alike(flat(module)) and not error_of(state, module).any()
     assert sent > 8  # 16 without the samples for the noise correction, which are many for so small a model
     return sum(losses[:6]), sum(losses[-6:])
@@ -685,13 +630,11 @@ def balance(rank: int, world: int) -> list[float]:
         module, left = network(rank), []
         with sidcomp.State(**{"memory": "residual", **settings}) as state:
             sgd = OPTIMIZERS["SGD"](module.parameters())
-            local = sidcomp.LocalError(module, sgd, state)
             sgd.register_step_post_hook(lambda *_, m=module, left=left: left.append(mean(flat(m))))
+            updates("parameters", module, sgd, state)
             far = []
             for step in range(6):
-                module.zero_grad()
-                backward(module, rank, step)
-                local.step()
+                train(module, sgd, rank, range(step, step + 1))
                 far.append(float((mean(flat(module)) - left[-1]).abs().max()))
         moved.append(max(far))
     return moved
@@ -726,8 +669,9 @@ def in_bfloat16(rank: int, world: int) -> tuple[float, float, float]:
     losses, used = [], set()
     ours[0].register_forward_hook(lambda _, __, out: used.add(out.dtype))
     with sidcomp.State("none") as plain, sidcomp.State() as state:
-        exact = sidcomp.LocalError(ours, OPTIMIZERS["SGD"](ours.parameters()), plain)
-        local = sidcomp.LocalError(third, OPTIMIZERS["AdamW"](third.parameters()), state)
+        exact, adamw = OPTIMIZERS["SGD"](ours.parameters()), OPTIMIZERS["AdamW"](third.parameters())
+        updates("parameters", ours, exact, plain)
+        local = updates("parameters", third, adamw, state)
         start = flat(module)
         for step in range(60):
             for model in (ours, ddp, third):
@@ -737,10 +681,10 @@ def in_bfloat16(rank: int, world: int) -> tuple[float, float, float]:
             losses.append(loss)
             exact.step()
             theirs.step()
-            local.step()
-            with local.agreed():
-                agreed = flat(third)
-            assert alike(agreed) and torch.equal(flat(third), agreed - error_of(state, third))
+            adamw.step()
+            with local.common():
+                point = flat(third)
+            assert alike(point) and torch.equal(flat(third), point - error_of(state, third))
             if step < STEPS:  # bfloat16 makes a difference in the last bit larger later
                 far = float((flat(ours) - flat(module)).norm() / (flat(module) - start).norm())
     assert used == {torch.bfloat16} and flat(third).dtype is torch.float32

@@ -1,4 +1,4 @@
-"""LocalSteps: the ranks average updates of their own optimizers, every few steps."""
+"""error="memory": the ranks average updates of their own optimizers, and continue from the same point."""
 
 from __future__ import annotations
 
@@ -8,46 +8,24 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-import torch.distributed as dist
 from harness import run
+from local_training import (
+    OPTIMIZERS,
+    alike,
+    backward,
+    batch,
+    error_of,
+    flat,
+    go_on,
+    mean,
+    network,
+    train,
+    updates,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 12
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
-}
-
-
-def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
-
-
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(16, 12, generator=draw)
-    return x, torch.stack([x[:, :4].sum(1), x[:, 4:8].prod(1), x[:, 8:].amax(1)], 1)
-
-
-def backward(model: nn.Module, rank: int, step: int) -> float:
-    x, y = batch(rank, step)
-    loss = (model(x) - y).square().mean()
-    loss.backward()
-    return loss.item()
-
-
-def flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def alike(module: nn.Module) -> bool:
-    mine = flat(module)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return all(torch.equal(x, mine) for x in everyone)
 
 
 def beside_ddp(rank: int, world: int) -> float:
@@ -56,12 +34,13 @@ def beside_ddp(rank: int, world: int) -> float:
     ddp = DistributedDataParallel(module)
     theirs = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("none") as state:
-        steps = sidcomp.LocalSteps(ours, OPTIMIZERS["SGD"](ours.parameters()), state)
+        sgd = OPTIMIZERS["SGD"](ours.parameters())
+        updates("memory", ours, sgd, state)
         for step in range(STEPS):
             for model in (ours, ddp):
                 model.zero_grad()
                 backward(model, rank, step)
-            steps.step()
+            sgd.step()
             theirs.step()
             assert alike(ours)
     return float((flat(ours) - flat(module)).norm() / flat(module).norm())
@@ -86,11 +65,10 @@ def trains(
     """The mean loss of the first and of the last steps."""
     module, losses = network(rank), []
     with sidcomp.State(**settings) as state:
-        steps = sidcomp.LocalSteps(module, OPTIMIZERS[optimizer](module.parameters()), state, every=every)
+        inner = OPTIMIZERS[optimizer](module.parameters())
+        updates("memory", module, inner, state, every=every)
         for step in range(20 * every):
-            module.zero_grad()
-            losses.append(backward(module, rank, step))
-            steps.step()
+            losses += train(module, inner, rank, range(step, step + 1))
             assert alike(module) is ((step + 1) % every == 0)
         stats = state.stats()
     assert stats["steps"] == 20 and 0 < stats["sent_bytes"] < stats["dense_bytes"]
@@ -108,7 +86,7 @@ def with_nan(rank: int, world: int, nonfinite: str) -> None:
     module = network(0)
     optimizer = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("topk", density=0.2, nonfinite=nonfinite, groups="layer") as state:
-        steps = sidcomp.LocalSteps(module, optimizer, state)
+        updates("memory", module, optimizer, state)
         for step in range(6):
             module.zero_grad()
             backward(module, rank, step)
@@ -117,7 +95,7 @@ def with_nan(rank: int, world: int, nonfinite: str) -> None:
                 kept = copy.deepcopy(state.state_dict()["residuals"])
                 if rank == 1:
                     next(module.parameters()).grad[0, 0] = float("nan")
-            steps.step()
+            optimizer.step()
             if step == 3:
                 assert torch.equal(flat(module), before)
                 if nonfinite == "rollback":
@@ -132,29 +110,13 @@ def test_an_update_that_is_not_finite_is_undone_on_all_ranks(nonfinite: str) -> 
     run(with_nan, 2, nonfinite)
 
 
-def go_on(
-    rank: int, first: int, last: int, saved: dict[str, Any] | None, parts: dict[str, Any]
-) -> dict[str, Any]:
-    """Loads what was saved, takes steps first to last - 1, and returns what a checkpoint has. parts: what
-    it is of, by name: first the module, and last what takes the steps."""
-    module, *_, steps = parts.values()
-    if saved is not None:
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-    for step in range(first, last):
-        module.zero_grad()
-        backward(module, rank, step)
-        steps.step()
-    return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
-
-
 def resumed(rank: int, world: int, stop: int) -> bool:
     """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
 
     def part(module: nn.Module, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
         optimizer = OPTIMIZERS["Adam"](module.parameters())
         with sidcomp.State("topk", density=0.1) as state:
-            steps = sidcomp.LocalSteps(module, optimizer, state, every=3)
+            steps = updates("memory", module, optimizer, state, every=3)
             names = {"module": module, "optimizer": optimizer, "state": state, "steps": steps}
             return go_on(rank, first, last, saved, names)
 
@@ -174,10 +136,10 @@ def buffers_follow(rank: int, world: int) -> list[float]:
     module = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with sidcomp.State("none") as state:
-        steps = sidcomp.LocalSteps(module, optimizer, state, every=2)
+        updates("memory", module, optimizer, state, every=2)
         for step in range(4):
             module(batch(rank, step)[0]).sum().backward()
-            steps.step()
+            optimizer.step()
     return module[1].running_mean.tolist()
 
 
@@ -193,21 +155,24 @@ def refusals(rank: int, world: int) -> None:
 
     def refused(said: str, error: type[Exception], *given: Any, **more: Any) -> None:
         with pytest.raises(error, match=said):
-            sidcomp.LocalSteps(*given, **more)
+            updates("memory", *given, **more)
 
-    refused("without DDP", sidcomp.SetupError, DistributedDataParallel(module), optimizer, state)
     for every in (0, 1.5, True):
         refused("at least 1", sidcomp.ArgumentError, module, optimizer, state, every=every)
     refused("planned", sidcomp.SetupError, module, optimizer, sidcomp.State("auto"))
     other = OPTIMIZERS["SGD"](network().parameters())
     refused("optimizer does not have '0.weight'", sidcomp.SetupError, module, other, state)
     refused("no parameters", sidcomp.SetupError, nn.ReLU(), optimizer, state)
-    steps = sidcomp.LocalSteps(module, optimizer, state, every=2)
+    steps = updates("memory", module, optimizer, state, every=2)
     refused("serves a model already", sidcomp.SetupError, module, optimizer, state)
     for saved, said in (
         ({"steps": None}, '"steps"'),
-        ({"steps": 3, "points": {}}, "same `every`"),
-        ({"steps": 3, "points": {"0.weight": torch.zeros(2)}}, "parameter"),
+        ({"steps": 10**18}, "a number of steps"),
+        ({"version": 2}, '"version" is 2, and this sidcomp reads 1'),
+        ({"error": "parameters"}, "resume with the same `error`"),
+        ({"point": {}}, "parameter"),
+        ({"point": {**steps.state_dict()["point"], "0.weight": torch.zeros(2)}}, "parameter"),
+        ({"outer": {"momentum": {}}}, "holds the state of an outer optimizer"),
     ):
         with pytest.raises(sidcomp.CheckpointError, match=said):
             steps.load_state_dict({**steps.state_dict(), **saved})
@@ -221,6 +186,45 @@ def refusals(rank: int, world: int) -> None:
 
 def test_what_cannot_work_is_refused() -> None:
     run(refusals, 1)
+
+
+# ---- an average that loses nothing
+
+
+def flushed(rank: int, world: int, codec: dict[str, Any]) -> float:
+    """How far average() leaves the point from the mean of all that the optimizers did."""
+    module, stepped = network(rank), []
+    with sidcomp.State(**codec) as state:
+        adam = OPTIMIZERS["Adam"](module.parameters())
+        adam.register_step_post_hook(lambda *_: stepped.append(flat(module)))  # before it exchanges
+        local = updates("memory", module, adam, state, every=3)
+        done = flat(module).double()
+        for step in range(10):
+            before = flat(module)
+            train(module, adam, rank, range(step, step + 1))
+            done += mean(stepped.pop() - before)
+        kept = error_of(state, module)
+        local.average()
+        assert alike(module)
+        with local.common():
+            assert alike(module)
+        if codec.get("memory") != "none":
+            assert kept.any() and not error_of(state, module).any()
+        start = flat(network(0)).double()
+        return float((flat(module).double() - done).norm() / (done - start).norm())
+
+
+@pytest.mark.parametrize(
+    "codec, far",
+    [
+        ({"codec": "topk", "density": 0.05}, 1e-5),
+        ({"codec": "int4"}, 1e-5),
+        ({"codec": "topk", "density": 0.05, "exchange": "twoshot", "groups": "model"}, 1e-5),
+        ({"codec": "topk", "density": 0.3, "memory": "none"}, 0.9),  # which drops what is not sent
+    ],
+)
+def test_average_loses_nothing(codec: dict[str, Any], far: float) -> None:
+    assert max(run(flushed, 2, codec)) < far
 
 
 def test_the_step_sizes_of_marsits_theorem() -> None:
