@@ -346,6 +346,39 @@ def test_restart_takes_the_parameters_as_they_are() -> None:
     assert run(set_by_hand, 2) == [("", 0.0)] * 2
 
 
+def unfreezes(rank: int, world: int, kind: str) -> dict[str, Any]:
+    """A layer begins to train later; the ranks' frozen parameters are rank 0's from the start."""
+    module, said = network(seed=rank), io.StringIO()
+    frozen = list(module[0].parameters())  # type: ignore[index]
+    for p in frozen:
+        p.requires_grad_(False)
+    optimizer = adamw(module)
+    with redirect_stderr(said), sidcomp.compress(module, optimizer, **KINDS[kind]) as it:
+        same = alike(torch.cat([p.detach().flatten() for p in frozen]))
+        train(module, optimizer, rank, range(7))
+        kept = {n: x.clone() for n, x in it.state_dict()["updates"]["point"].items()}
+        for p in frozen:
+            p.requires_grad_(True)
+        before = [p.detach().clone() for p in frozen]
+        train(module, optimizer, rank, range(7, 19))
+        moved = min(float((p - q).norm()) for p, q in zip(frozen, before, strict=True))
+        loss = backward(module, rank, 18)
+        it.average()
+        saved = it.state_dict()["updates"]["point"]
+        return {
+            "same": same, "moved": moved, "equal": alike(flat(module)), "said": said.getvalue(),
+            "names": len(saved) - len(kept), "loss": loss, "discarded": it.stats()["discarded"],
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_that_is_released_is_averaged_from_then_on(kind: str) -> None:
+    for rank, r in enumerate(run(unfreezes, 2, kind)):
+        assert r["same"] and r["equal"] and r["moved"] > 1e-3 and r["names"] == 2 and not r["discarded"]
+        assert r["loss"] < 1.8
+        assert ("begin to train in step 8" in r["said"]) is (rank == 0)
+
+
 # ---- leaving
 # ------------------------------------------------------------------------------------------------------------
 

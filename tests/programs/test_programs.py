@@ -13,7 +13,7 @@ from harness import run
 
 HERE = Path(__file__).parent
 STEPS = 50
-PROGRAMS = ("gpt", "imagenet", "flattened", "muon", "gan", "hsdp")
+PROGRAMS = ("gpt", "imagenet", "flattened", "muon", "gan", "lora", "hsdp")
 PLAIN_MODULES = ("flattened", "lora")  # they send updates whatever the arguments
 RANKS = {"hsdp": 4}
 HUNDREDTH: dict[str, Any] = {"codec": "topk", "ratio": 100, "values": "log2", "indices": "packed"}

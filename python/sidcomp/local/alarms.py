@@ -1,13 +1,14 @@
 """What must not pass unnoticed while ranks train on their own: gradients that something else averages, and
 exchanges that do not count."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sidcomp import notices
+from sidcomp.doors.names import named_parameters
 from sidcomp.errors import ExchangeError, SetupError
 from sidcomp.local.shards import own_part
 from sidcomp.runtime.communicator import exchanging, name_ranks
@@ -102,6 +103,17 @@ class Loaded:
 
     def close(self) -> None:
         self._hook.remove()
+
+
+class Frozen:
+    """Notices that parameters begin to train which did not require a gradient before. names: of those that
+    have trained already."""
+
+    def __init__(self, module: torch.nn.Module, names: Container[str]) -> None:
+        self._parameters = [p for name, p in named_parameters(module) if name not in names]
+
+    def released(self) -> bool:
+        return any(p.requires_grad for p in self._parameters)
 
 
 class Discards:

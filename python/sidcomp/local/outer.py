@@ -28,6 +28,9 @@ class Outer(Protocol):
     def reset(self) -> None:
         """Forgets the means of before."""
 
+    def follow(self, former: "Outer") -> None:
+        """Goes on from another one of the same kind, over some of these parameters."""
+
     def state_dict(self) -> dict[str, Any] | None: ...
 
     def check(self, saved: Any) -> None:
@@ -93,6 +96,8 @@ class Averaging:
         for x in self.vectors:
             x.zero_()
 
+    def follow(self, former: Outer) -> None: ...
+
     def state_dict(self) -> dict[str, Any] | None:
         return None
 
@@ -128,6 +133,11 @@ class Momentum(Averaging):
                     update.copy_(u)
             update.mul_(lr)
         super().move(which)
+
+    def follow(self, former: Outer) -> None:
+        assert isinstance(former, Momentum)
+        for name, x in former._named().items() if self.vectors else ():
+            self._named()[name].copy_(x)
 
     def _named(self) -> dict[str, torch.Tensor]:
         pairs = zip(self._vectors, self.vectors, strict=True)
@@ -170,6 +180,9 @@ class Torchs:
 
     def reset(self) -> None:
         self._made.state.clear()
+
+    def follow(self, former: Outer) -> None:
+        """Begins anew: what it keeps is by vector, and the vectors are other ones."""
 
     def state_dict(self) -> dict[str, Any] | None:
         return copy.deepcopy(self._made.state_dict())

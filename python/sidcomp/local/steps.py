@@ -1,6 +1,6 @@
 """Updates: the optimizers step on each rank's own gradients, and the ranks exchange what they did."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,14 +11,15 @@ import torch.distributed as dist
 from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
 from sidcomp.local import arguments, saved_updates
 from sidcomp.local import error as errors
-from sidcomp.local.alarms import Discards, Loaded, OwnGradients, apart
+from sidcomp.local.alarms import Discards, Frozen, Loaded, OwnGradients, apart
 from sidcomp.local.choice import Choosing
 from sidcomp.local.correction import Correction
 from sidcomp.local.elastic import Meetings
 from sidcomp.local.gradient_noise import Noise, SketchNoise
+from sidcomp.local.growth import grow
 from sidcomp.local.outer import Make, make_outer
 from sidcomp.local.schedule import Schedule
-from sidcomp.local.shards import Shards, reshard
+from sidcomp.local.shards import Shards, own_part, reshard
 from sidcomp.local.shown import Shown
 from sidcomp.local.stepping import Stepping
 from sidcomp.local.vectors import (
@@ -129,35 +130,19 @@ class Updates:
         links = chains(optimizers)
         self._optimizers = [each[-1] for each in links]  # those inside of wrappers
         arguments.check_betas(noise_correction, self._optimizers, error)
-        given = named_group(state, process_group)
-        reshard(module)
-        whole = trained(module, self._optimizers)
-        self.shards = Shards(whole, given)
-        named = self.shards.local()
-        if error == "parameters":
-            arguments.check_float32(named, 'error="parameters" keeps errors in the parameters')
-        least = self.shards.least
-        what = "the smallest shard" if least else "the model"
-        arguments.check_parts(parts, every, delay, state, least or len(named), what)
         self.module, self.state, self.error = module, state, error
         self.every, self.delay, self.parts = every, delay, parts
+        self._given, self._host, self._make_outer = named_group(state, process_group), host, outer
+        self._noise_correction = noise_correction
         self.steps = 0  # taken by the optimizers
-        own_base = error == "parameters" or delay > 0
-        cuts = [buckets(some) for some in cut(named, parts)]
-        self.vectors = [Vectors(names, named, own_base, host) for some in cuts for names in some]
-        self._schedule = Schedule([len(some) for some in cuts], every)
+        named = self.build(())
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self.flying: list[int] = []  # the parts whose means have not been applied yet
         self._discard = False  # what is in flight does not count
         self._met = False  # the first step has been looked at
-        self._shown = Shown(self.vectors, self._find)
         self.observer: Choosing | None = None
-        self.outer = make_outer(outer, self.vectors)
         if deadline is not None:
             arguments.check_travels(self.outer, deadline)
-        self._correction = Correction(
-            self.vectors, whole, self._optimizers, noise_correction, error == "memory"
-        )
         self.meetings: Meetings | None = None
         if deadline is None:
             same = {"every": every, "delay": delay, "parts": parts, "outer": self.outer.label, "error": error}
@@ -171,6 +156,30 @@ class Updates:
         if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
             ddp.require_backward_grad_sync = False
 
+    def build(self, known: Container[str]) -> dict[str, torch.Tensor]:
+        """Makes the vectors over the parameters that the optimizers train, and over the known ones, and what
+        belongs to them. Returns this rank's parts of the parameters."""
+        reshard(self.module)
+        whole = trained(self.module, self._optimizers, known)
+        self.shards = Shards(whole, self._given)
+        named = self.shards.local()
+        in_memory = self.error == "memory"
+        if not in_memory:
+            arguments.check_float32(named, 'error="parameters" keeps errors in the parameters')
+        least = self.shards.least
+        what = "the smallest shard" if least else "the model"
+        arguments.check_parts(self.parts, self.every, self.delay, self.state, least or len(named), what)
+        cuts = [buckets(some) for some in cut(named, self.parts)]
+        own_base = not in_memory or self.delay > 0
+        self.vectors = [Vectors(names, named, own_base, self._host) for some in cuts for names in some]
+        self._schedule = Schedule([len(some) for some in cuts], self.every)
+        self.outer = make_outer(self._make_outer, self.vectors)
+        how = self._noise_correction
+        self._correction = Correction(self.vectors, whole, self._optimizers, how, in_memory)
+        self.frozen = Frozen(self.module, named)
+        self._shown = Shown(self.vectors, self.find)
+        return named
+
     def _start(self, named: dict[str, torch.Tensor], group: dist.ProcessGroup, same: dict[str, Any]) -> None:
         """Gives all ranks the same parameters, and makes what their exchanges need. same: the arguments,
         which must be the same on all ranks."""
@@ -182,13 +191,18 @@ class Updates:
                 'init_process_group("cpu:gloo,cuda:nccl")'
             )
         compare(named, self.module, group, same, self.shards.part)
-        broadcast([*named.values(), *self.module.buffers()], group)
+        broadcast([*map(own_part, self.module.parameters()), *self.module.buffers()], group)
         for v in self.vectors:
             v.start()
-        self._correction.start(self.every, group)
         optimized = [p for one in self._optimizers for of in one.param_groups for p in of["params"]]
         self._own = OwnGradients(optimized, group)
         self._discards = Discards(self._optimizers, group)
+        self.enter(named)
+
+    def enter(self, named: dict[str, torch.Tensor]) -> None:
+        """Lets the State serve these parameters."""
+        group = self._group
+        self._correction.start(self.every, group)
         beside = self.noise.nbytes if self.noise is not None else 0
         device = self.vectors[0].update.device
         self._serve = partial(
@@ -197,7 +211,7 @@ class Updates:
         )  # fmt: skip
         self._model = self._serve(self.state)
         if self.parts > 1:
-            self._form(trial=True)  # so that groups over several parts are refused here
+            self.form(trial=True)  # so that groups over several parts are refused here
 
     def _meet_others(self, named: dict[str, torch.Tensor], deadline: float, stale: int) -> None:
         """Goes to the first round of the run, or to the next one."""
@@ -210,7 +224,7 @@ class Updates:
         for v in self.vectors:
             v.start()
         self.meetings.join()
-        self._land()
+        self.land()
         self.meetings.behind = False
 
     @property
@@ -232,6 +246,8 @@ class Updates:
         self._shown.refuse("the optimizer would step")
         if self._loaded.others():
             self.restart()
+        if self.frozen.released():
+            grow(self)
         if not self._met and not self.steps:  # else its own checkpoint was loaded
             self.state._meet(self._optimizers[0], f"the state_dict() of {CALL}() and ")
         self._met = True
@@ -258,17 +274,17 @@ class Updates:
         if self.meetings is not None:
             land, due = self.meetings.count()
             if land:
-                self._land()
+                self.land()
             if due or self.meetings.missed():
                 self._launch([0])
         else:
             together = self._schedule.due(self.steps)
             if self.flying and (together or self._schedule.since(self.flying[0], self.steps) == self.delay):
-                self._land()
+                self.land()
             if together:
                 self._launch(together)
         if not self.delay:
-            self._land()
+            self.land()
 
     @property
     def elements(self) -> int:
@@ -281,7 +297,7 @@ class Updates:
         nothing. error="parameters" takes a memory that keeps what was not sent."""
         if self.error == "parameters":
             arguments.check_error_in_parameters(state, self.delay, {})
-        self._land()
+        self.land()
         former, self.state = self.state, state
         former.close()
         self._model = self._serve(state)
@@ -291,12 +307,12 @@ class Updates:
         """Exchanges everything now, also with `parts`. Every rank calls it at the same point. With a delay,
         the means are applied later."""
         open_engine(self.state)
-        self._land()
+        self.land()
         self._launch(self._schedule.all)
         if not self.delay:
-            self._land()
+            self.land()
 
-    def _find(self) -> None:
+    def find(self) -> None:
         """Finds the shards of FSDP where they are now. Call it before they are read or changed."""
         if self.shards.find(self.module, self.vectors) and isinstance(self.noise, SketchNoise):
             self.noise.find()
@@ -305,10 +321,11 @@ class Updates:
         """What is exchanged then."""
         return [self.vectors[n] for n in self._schedule.indices(together)]
 
-    def _form(self, trial: bool = False) -> None:
-        """Makes the groups, if there are none. trial: only to see whether they fit."""
+    def form(self, trial: bool = False, again: bool = False) -> None:
+        """Makes the groups, if there are none. trial: only to see whether they fit. again: also if there
+        are."""
         engine = open_engine(self.state)
-        if engine.layout is not None:
+        if engine.layout is not None and not again:
             return
         made = [v.bucket() for v in self.vectors]
         at = whereabouts(self.steps, [v.point for v in self.vectors], self.noise)
@@ -321,11 +338,11 @@ class Updates:
         if self.meetings is not None:
             self.meetings.begin()
             return
-        self._find()
+        self.find()
         # First, because the ranks compare here how far they are, on which the size of what else they exchange
         # depends; and on all ranks of the shards, whichever has loaded a checkpoint or has another plan.
         with self.shards.peers.together():
-            self._form()
+            self.form()
         which = self._schedule.indices(together)
         updates = [self.vectors[n].update for n in which]
         for n in which:
@@ -345,12 +362,12 @@ class Updates:
         self.flying, self._discard = together, False
 
     def _fail(self, error: Exception) -> None:
-        self._find()
+        self.find()
         self.state.engine.abandon(error)
         self._continue(self.vectors, keep=False)
 
     @torch.no_grad()
-    def _land(self) -> None:
+    def land(self) -> None:
         """Waits for the exchange in flight, and applies its means."""
         if self.meetings is not None:
             self._arrive()
@@ -368,7 +385,7 @@ class Updates:
                 future.wait()
         self._own.compare()
         if self.delay:  # else nothing has happened since the launch
-            self._find()
+            self.find()
         if self.error == "parameters":
             self.state.engine.quiet()  # discards the step, if what some rank sent was not finite
         if isinstance(self.noise, SketchNoise) and 0 in together:  # it has arrived beside the means
@@ -461,11 +478,11 @@ class Updates:
         self._shown.refuse("average() was called")
         if self._loaded.others():
             self.restart()
-        self._land()
+        self.land()
         if self.meetings is not None or not errors.alone(self.state.settings):
             since = self.meetings.since if self.meetings is not None else 0
             self._launch(self._schedule.all)
-            self._land()
+            self.land()
             if self.meetings is not None:
                 self.meetings.since = since
             return
@@ -473,9 +490,9 @@ class Updates:
             self.noise.land()
         engine = self.state.engine
         engine.quiet()
-        self._find()
+        self.find()
         with self.shards.peers.together():
-            self._form()  # if a checkpoint was loaded since the last exchange
+            self.form()  # if a checkpoint was loaded since the last exchange
         if not self.shards.peers.all_agree(finite([p for v in self.vectors for p in v.parameters])):
             for v in self.vectors:
                 v.put(v.base_views)
@@ -503,7 +520,7 @@ class Updates:
         for future in self._futures:
             future.wait()
         self._futures, self.flying = [], []
-        self._find()
+        self.find()
         self.state.engine.restart()
         self.outer.reset()
         for v in self.vectors:
@@ -517,7 +534,7 @@ class Updates:
     @torch.no_grad()
     def apart(self) -> float:
         """How far this rank's parameters are from the point, relative to it: |p - point| / |point|."""
-        self._find()
+        self.find()
         return apart(self._parameters(), [x for v in self.vectors for x in v.named(v.point).values()])
 
     def close(self) -> None:
@@ -538,7 +555,7 @@ class Updates:
         self._arrive()
         for future in self._futures:
             future.wait()
-        self._find()
+        self.find()
         self.state.engine.quiet()
         inside = bool(self._shown)
         if inside:
@@ -567,8 +584,8 @@ class Updates:
         if self.error == "parameters" and exchanged and not self.state.engine.step:
             raise CheckpointError(f"{CALL}: call the State's load_state_dict first")
         self._loaded.forget()
-        self._land()
-        self._find()
+        self.land()
+        self.find()
         if self.meetings is not None and self.meetings.is_old(saved["rounds"]):
             self.state.engine.drop_loaded()
             self.steps = saved["steps"]
@@ -579,7 +596,7 @@ class Updates:
         self._discard = bool(together) and bool(saved["in flight"]["discarded"])
         if self.error == "parameters" and self.state.engine.step:
             with self.shards.peers.together():
-                self._form()  # so that the errors are found
+                self.form()  # so that the errors are found
         if saved["world"] != self.world:
             self._end_flight(keep=False)
             if isinstance(self.noise, SketchNoise):

@@ -3,7 +3,7 @@
 import hashlib
 import reprlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -26,10 +26,11 @@ CALL = "sidcomp.compress"  # what the program has called, in messages
 
 
 def trained(
-    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], known: Container[str] = ()
 ) -> dict[str, torch.nn.Parameter]:
-    """Returns the parameters that the optimizers train, by name. Raises ArgumentError or SetupError."""
-    named = {name: p for name, p in named_parameters(module) if p.requires_grad}
+    """Returns the parameters that the optimizers train, by name. known: names of others to return, which were
+    trained before. Raises ArgumentError or SetupError."""
+    named = {name: p for name, p in named_parameters(module) if p.requires_grad or name in known}
     own: dict[int, int] = {}
     for i, one in enumerate(optimizers):
         for p in (p for group in one.param_groups for p in group["params"]):

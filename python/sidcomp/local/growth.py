@@ -1,0 +1,45 @@
+"""Parameters that begin to train during a run, as when a model is unfrozen layer by layer."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sidcomp import notices
+from sidcomp.config.grouping import shorten
+from sidcomp.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from sidcomp.local.steps import Updates
+
+
+@torch.no_grad()
+def grow(updates: "Updates") -> None:
+    """Takes in the parameters that require a gradient only now. All ranks release them before the same step.
+    What the others have not sent is kept; the noise correction measures anew."""
+    if updates.meetings is not None:
+        raise UnsupportedError(
+            "a parameter begins to train, and with a deadline other ranks may not know: release all "
+            "parameters before sidcomp.compress"
+        )
+    updates.land()
+    updates.find()
+    before = {kind: {n: x.clone() for n, x in _named(updates, kind).items()} for kind in ("point", "base")}
+    outer = updates.outer
+    named = updates.build(before["point"].keys())
+    for v in updates.vectors:
+        v.start()
+    for kind, values in before.items():
+        own = _named(updates, kind)
+        for name, x in values.items():
+            own[name].copy_(x)
+    updates.outer.follow(outer)
+    updates.state._door = None  # which serves the parameters of before
+    updates.enter(named)
+    updates.form(again=True)
+    new = [name for name in named if name not in before["point"]]
+    verb = "begins" if len(new) == 1 else "begin"
+    notices.say(f"{shorten(new)} {verb} to train in step {updates.steps + 1}", updates.state.engine.speaker)
+
+
+def _named(updates: "Updates", kind: str) -> dict[str, torch.Tensor]:
+    return {name: x for v in updates.vectors for name, x in v.named(getattr(v, kind)).items()}
