@@ -441,9 +441,8 @@ def test_looking_at_the_point_changes_nothing(delay: int) -> None:
 
 def with_ddp(rank: int, world: int) -> bool:
     ddp = DistributedDataParallel(network(0))
-    with sidcomp.State("topk", density=0.1) as state:
-        adamw = OPTIMIZERS["AdamW"](ddp.parameters())
-        updates("parameters", ddp, adamw, state)
+    adamw = OPTIMIZERS["AdamW"](ddp.parameters())
+    with sidcomp.compress(ddp, adamw, "topk", updates=True, density=0.1):
         for step in range(4):
             ddp.zero_grad()
             backward(ddp, rank, step)
@@ -459,8 +458,8 @@ def test_a_ddp_model_keeps_its_gradients_to_itself() -> None:
 def refused_ddp(rank: int, world: int) -> bool:
     ddp = DistributedDataParallel(network(0))
     with pytest.raises(sidcomp.SetupError):
-        updates("parameters", ddp, OPTIMIZERS["SGD"](network(1).parameters()))
-    return ddp.require_backward_grad_sync
+        sidcomp.compress(ddp, OPTIMIZERS["SGD"](network(1).parameters()), "topk", updates=True)
+    return ddp.require_backward_grad_sync and not ddp._comm_hooks
 
 
 def test_a_refusal_leaves_the_ddp_model_as_it_was() -> None:

@@ -44,7 +44,7 @@ from sidcomp.state import State
 
 
 class Updates:
-    """Exchanges what the optimizers did, in place of gradients. The training loop stays as it is.
+    """Exchanges what the optimizers did, in place of gradients.
 
     All ranks have the same point. On rank r the optimizers step with the rank's own gradients, so that its
     parameters move. Once in `every` steps each rank measures what it has done, base - parameters, and the
@@ -60,9 +60,9 @@ class Updates:
 
     The optimizers' own state stays on its rank.
 
-    module          any module, also one that fully_shard has sharded inside a node; or a DDP model, whose
-                    gradients are then no longer averaged. Rank 0's parameters and buffers are copied to all
-                    ranks here, and rank 0's buffers again after each exchange
+    module          any module but DDP, also one that fully_shard has sharded inside a node. Rank 0's
+                    parameters and buffers are copied to all ranks here, and rank 0's buffers again after each
+                    exchange
     optimizers      of the module's parameters: one, or a list, such as [muon, adamw]
     state           for the updates. error="parameters" takes float32 parameters and a memory that keeps what
                     was not sent. error="memory" takes any memory, and a named codec with fixed groups
@@ -72,26 +72,19 @@ class Updates:
     parts           [1] into how many parts of about equal size the parameters are cut, at most `every`. Each
                     is exchanged once in `every` steps, one after the other, as in Streaming DiLoCo (Douillard
                     et al. 2025): part p after s steps, where s % every == p * every // parts. A delay is then
-                    at most every // parts. No group of the State may be in several parts
+                    at most every // parts
     outer           [None] takes a list of tensors and returns an optimizer of them, which moves the point
-                    with the mean as its gradient, such as functools.partial(torch.optim.SGD, lr=0.7,
-                    momentum=0.9, nesterov=True). None: the point moves by the mean
+                    with the mean as its gradient. None: the point moves by the mean
     error           ["parameters"] or "memory". parts, outer, host and deadline need "memory"
-    host            [False] for parameters on a GPU. True: the vectors and the State's memory are in the
-                    host's memory, which encodes, decodes and exchanges, over Gloo
     noise_correction
                     [None] True: lengthens each rank's own steps, parameter by parameter, by as much as the
                     noise of its own gradient shortens them (sidcomp.local.gradient_noise); with
                     error="memory" those of optimizers with two betas, such as Adam. "rows": these, row by
                     row, in the exchange. None: with error="parameters" the parameters of optimizers with two
                     betas, with error="memory" none
-    deadline        [None] seconds that an exchange waits for ranks that are late, or have ended. CPUs only,
-                    and `outer` must be plain SGD (docs/updates.md#late-and-lost-ranks). None: it waits
-    stale           [10] with a deadline: a rank that has missed more exchanges drops what it did since its
-                    last one, and keeps only what it has not sent of what it did before
-    process_group   [None] the ranks to exchange with; None: the State's, else the default group. With FSDP2
-                    inside a node: the ranks of all nodes that hold the same shard as this one
-    scaler          [None] a GradScaler that is not of torch's class
+    host, stale     as in `sidcomp.Options`
+    deadline, process_group, scaler
+                    as in `sidcomp.compress`
 
     It takes 12 bytes for each float32 parameter (update, point, base), 8 with error="memory" and no delay;
     sketches for the noise correction take 4, an outer momentum 4. The State's memory comes on top.
@@ -125,8 +118,6 @@ class Updates:
             arguments.check_error_in_parameters(state, delay, {**others, "deadline": (deadline, None)})
         else:
             arguments.check_error_in_memory(state, module, parts, deadline, noise_correction, process_group)
-        ddp = module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else None
-        module = ddp.module if ddp is not None else module
         links = chains(optimizers)
         self._optimizers = [each[-1] for each in links]  # those inside of wrappers
         arguments.check_betas(noise_correction, self._optimizers, error)
@@ -153,8 +144,6 @@ class Updates:
             self._meet_others(named, deadline, stale)
         self._stepping = Stepping(self, links, scaler)
         self._loaded = Loaded(self.module, self._parameters)
-        if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
-            ddp.require_backward_grad_sync = False
 
     def build(self, known: Container[str]) -> dict[str, torch.Tensor]:
         """Makes the vectors over the parameters that the optimizers train, and over the known ones, and what
@@ -443,11 +432,7 @@ class Updates:
     @contextmanager
     def common(self) -> Iterator[torch.nn.Module]:
         """Puts the point, which has the same bits on all ranks, into the module, and this rank's own
-        parameters back afterwards:
-
-            with updates.common() as module:
-                evaluate(module)
-                torch.save(module.state_dict(), "model.pt")
+        parameters back afterwards.
 
         Nothing is exchanged, and training continues afterwards as if you had not called it. The point
         contains neither the steps since the last exchange nor an exchange in flight. Do not train inside: the
@@ -575,9 +560,9 @@ class Updates:
         parameters into the module. Every rank calls it at the same point. With the number of ranks that saved
         it, the run continues with the same bits. With another number any rank may load any rank's dictionary:
         the State distributes the errors, an exchange in flight ends, and what the optimizers did after the
-        last exchange is lost. With a deadline: if this rank has taken part in a round since, what the
-        checkpoint had not sent was sent, or is out of date. Then only the number of steps is taken from it,
-        and the State's memory is emptied. Raises CheckpointError, and then nothing has changed."""
+        last exchange is lost. With a deadline, if this rank has taken part in a round since, only the number
+        of steps counts, and the State's memory is emptied. Raises CheckpointError, and then nothing has
+        changed."""
         self._shown.refuse("load_state_dict() was called")
         together = saved_updates.check(self, saved)
         exchanged = saved["steps"] >= saved["every"]
