@@ -58,8 +58,6 @@ class Updates:
                             SparseLoCo (Sarfi et al. 2025), with codec marsit that paper's Algorithm 2 (Wu et
                             al. 2022)
 
-    The optimizers' own state stays on its rank.
-
     module          any module but DDP, also one that fully_shard has sharded inside a node. Rank 0's
                     parameters and buffers are copied to all ranks here, and rank 0's buffers again after each
                     exchange
