@@ -1,6 +1,6 @@
 """Parameters that begin to train during a run, as when a model is unfrozen layer by layer."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -8,12 +8,11 @@ from sidcomp import notices
 from sidcomp.config.grouping import shorten
 from sidcomp.errors import UnsupportedError
 
-if TYPE_CHECKING:
-    from sidcomp.local.steps import Updates
+Updates = Any  # of steps.py, which imports this module
 
 
 @torch.no_grad()
-def grow(updates: "Updates") -> None:
+def grow(updates: Updates) -> None:
     """Takes in the parameters that require a gradient only now. All ranks release them before the same step.
     What the others have not sent is kept; the noise correction measures anew."""
     if updates.meetings is not None:
@@ -41,5 +40,5 @@ def grow(updates: "Updates") -> None:
     notices.say(f"{shorten(new)} {verb} to train in step {updates.steps + 1}", updates.state.engine.speaker)
 
 
-def _named(updates: "Updates", kind: str) -> dict[str, torch.Tensor]:
+def _named(updates: Updates, kind: str) -> dict[str, torch.Tensor]:
     return {name: x for v in updates.vectors for name, x in v.named(getattr(v, kind)).items()}
