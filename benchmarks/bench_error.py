@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import sidcomp
 import torch
+from sidcomp.simulation import Loopback
 
 from benchmarks.common import RESULTS, report
 from benchmarks.papers.recorded import Array, recorded, shapes
@@ -28,7 +29,7 @@ def averaged(codec: str, memory: str, x: list[Array], tensors: list[tuple[int, .
     entry = sidcomp.config.registry.find_codec(codec)
     world, n = len(x), len(x[0])
     if not entry.shaped:
-        loop = sidcomp.Loopback(world, "allreduce" if entry.linear else "allgather", codec, n, memory=memory)
+        loop = Loopback(world, "allreduce" if entry.linear else "allgather", codec, n, memory=memory)
         return loop.step(x), sidcomp.core.Plan(codec, memory, n, "float32").payload_bytes
     ranks = [
         sidcomp.Compressor(codec, n, memory=memory, rank=rank, world=world, shapes=tensors)

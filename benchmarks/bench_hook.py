@@ -19,6 +19,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from sidcomp.doors.ddp import register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -88,7 +89,7 @@ def rank_main(rank: int, world: int, store: str, args: argparse.Namespace, resul
     for name, settings in SHOWN:
         ddp = DistributedDataParallel(model(args.width, args.depth))
         state = sidcomp.State(**settings)
-        sidcomp.register(ddp, state)
+        register(ddp, state)
         names.append(name)
         wrapped.append(ddp)
         states.append(state)

@@ -316,7 +316,7 @@ class Training:
         if settings is not None:
             self.state = sidcomp.State(**settings)
             on.take(self.state)
-            sidcomp.register(self.ddp, self.state)
+            self.ddp.register_comm_hook(self.state, sidcomp.hook)
         self.forward: Callable[[Any], Any] = self.ddp
         if backend:
             self.forward = torch.compile(self.ddp, backend=backend)

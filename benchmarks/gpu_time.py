@@ -269,7 +269,7 @@ def model_steps(name: str) -> Iterator[Row]:
     arguments, state = HOOKS[name], None
     if arguments is not None:
         state = sidcomp.State(**arguments)
-        sidcomp.register(ddp, state)
+        ddp.register_comm_hook(state, sidcomp.hook)
 
     def step() -> float:
         begun = settled()

@@ -189,7 +189,7 @@ def methods(network: Network, codec: str, measured: bool = False) -> list[dict[s
 
 
 def instance(model: Model, network: Network, codec: str, measured: bool = False) -> dict[str, Any]:
-    """One instance as sidcomp.plan() takes it; forward takes half as long as backward."""
+    """One instance as sidcomp.planner.plan() takes it; forward takes half as long as backward."""
     backward = (model.h200_ms if network.h200 else model.v100_ms) * MS
     total = sum(t.work for t in model.tensors)
     tensors, done, before = [], 0, 0

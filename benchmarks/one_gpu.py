@@ -119,7 +119,7 @@ def train(rank: int, codec: str, transport: str, emulated: bool, steps: int) -> 
         from emulated import emulate
 
         emulate(state)
-    sidcomp.register(ddp, state)
+    ddp.register_comm_hook(state, sidcomp.hook)
     rng = torch.Generator().manual_seed(50 + rank)
     took: list[int] = []
     grown = 0

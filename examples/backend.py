@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 examples/backend.py
 SIDCOMP="topk:density=0.05" in the environment chooses the codec, SIDCOMP=off none.
 """
 
-import sidcomp.doors.backend.process_group  # registers the backend  # noqa: F401
+import sidcomp.backend  # registers the backend  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import nn

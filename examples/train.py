@@ -23,6 +23,8 @@ import report
 import sidcomp
 import torch
 import torch.distributed as dist
+from sidcomp.doors.ddp import register
+from sidcomp.doors.optimizer_check import check_optimizer
 from tasks import TASKS, Task
 from torch.nn.parallel import DistributedDataParallel
 from wire import tcp_bytes_sent
@@ -95,7 +97,7 @@ class Trainer:
                 **args.parameters,
             )
             if not local:
-                sidcomp.register(self.model, self.state)
+                register(self.model, self.state)
             momentum = 0.0 if self.state.settings.momentum else momentum
             self.run.found = not self.state.settings.planned
         others = shard(self.module, args.shards, task.device) if local and args.shards > 1 else None
@@ -112,7 +114,7 @@ class Trainer:
                 options=sidcomp.Options(error="parameters", noise_correction=args.noise_correction),
             )
         elif self.state is not None:
-            sidcomp.check_optimizer(self.state, self.optimizer, clip_grad_norm=self.clip)
+            check_optimizer(self.state, self.optimizer, clip_grad_norm=self.clip)
             if args.follow:
                 self.state.follow(self.optimizer)
         if saved is not None:

@@ -30,6 +30,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from sidcomp.config.grouping import PLANNED, parse_groups
+from sidcomp.doors.ddp import register
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -88,7 +89,7 @@ class Hook(NamedTuple):
         ddp = DistributedDataParallel(module, **buckets)
         if self.ours:
             state = self._state(momentum)
-            sidcomp.register(ddp, state)
+            register(ddp, state)
             return ddp, state
         if self.kind == "nothing":
             ddp.register_comm_hook(None, _nothing)
@@ -132,7 +133,7 @@ class Hook(NamedTuple):
 
     def _backend(self, inner: dist.ProcessGroup, momentum: float) -> Any:
         settings = {**self._settings(momentum), "groups": "bucket"}
-        return sidcomp.process_group(inner, self._codec, min_bytes=1024, **settings)
+        return sidcomp.backend.process_group(inner, self._codec, min_bytes=1024, **settings)
 
     def _through_the_door(
         self, module: nn.Module, momentum: float

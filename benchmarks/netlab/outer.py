@@ -22,6 +22,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from sidcomp.config.accuracy import OUTER
+from sidcomp.doors.ddp import register
 from sidcomp.local.steps import Updates
 from torch.nn.parallel import DistributedDataParallel
 
@@ -129,7 +130,7 @@ class Run:
         if way.door == "DDP":
             self.model = DistributedDataParallel(self.module)
             if self.state is not None:
-                sidcomp.register(self.model, self.state)
+                register(self.model, self.state)
                 self.state.follow(self.optimizer)
         elif way.door in ("LocalError", "Outer"):
             how["delay"] = round(how.get("delay", 0) * every)

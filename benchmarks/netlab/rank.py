@@ -130,7 +130,7 @@ class Run:
             if profile is not None and (alike or self.hook.bucket_mb == 0):
                 made = profile.instance(buckets=alike, contention=profile.fitted_contention())
                 if plan := _as_plan(self.state.stats()["groups"], made, profile):
-                    return int(sidcomp.evaluate(made, plan)["time_ps"])
+                    return int(sidcomp.planner.evaluate(made, plan)["time_ps"])
         return None
 
     def error(self) -> float | None:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from sidcomp import Link, Loopback, simulate
+from sidcomp.simulation import Link, Loopback, simulate
 from sidcomp.standalone.simulation import Compute
 
 from benchmarks.common import RESULTS, report

@@ -14,6 +14,7 @@ import ray.train
 import sidcomp
 import torch
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+from sidcomp.doors.ddp import register
 from torch import nn
 
 EPOCHS, STEPS = 4, 8
@@ -25,7 +26,7 @@ def train(config: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     rank = ray.train.get_context().get_world_rank()
     with sidcomp.State("topk", density=0.05) as state:
-        sidcomp.register(ddp, state)
+        register(ddp, state)
         state.follow(optimizer)
         parts = {"model": ddp.module, "optimizer": optimizer, "sidcomp": state}
         first = 0

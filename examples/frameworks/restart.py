@@ -16,6 +16,7 @@ from pathlib import Path
 import sidcomp
 import torch
 import torch.distributed as dist
+from sidcomp.doors.ddp import register
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS, EVERY, DEATH = 30, 5, 13
@@ -38,7 +39,7 @@ def train(dying: bool) -> list[torch.Tensor]:
     ddp = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     with sidcomp.State("topk", density=0.05) as state:
-        sidcomp.register(ddp, state)
+        register(ddp, state)
         parts = {"model": module, "optimizer": optimizer, "sidcomp": state}
         first = last_saved() if dying else 0
         if first:

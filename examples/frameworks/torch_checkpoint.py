@@ -15,6 +15,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from sidcomp.doors.ddp import register
 from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -54,7 +55,7 @@ if not dist.is_initialized():
 folder = Path(tempfile.gettempdir()) / f"sidcomp-checkpoint-{os.environ['TORCHELASTIC_RUN_ID']}"
 with sidcomp.State("topk", density=0.05) as state:
     app = App()
-    sidcomp.register(app.ddp, state)
+    register(app.ddp, state)
     app.train(0, 10)
     saving = dcp.async_save({"app": app, "sidcomp": Entries(state)}, checkpoint_id=folder)
     expected = app.train(10, 20)
@@ -62,7 +63,7 @@ with sidcomp.State("topk", density=0.05) as state:
 
 with sidcomp.State("topk", density=0.05) as state:
     app = App()
-    sidcomp.register(app.ddp, state)
+    register(app.ddp, state)
     dcp.load({"app": app, "sidcomp": Entries(state)}, checkpoint_id=folder)
     resumed = app.train(10, 20)
 

@@ -1,91 +1,60 @@
-"""Gradient compression for PyTorch DDP.
+"""Gradient compression for PyTorch that plans itself.
 
-    state = sidcomp.State("auto")
-    sidcomp.register(ddp, state)
+    run = sidcomp.compress(model, optimizer)  # the training loop does not change
 
 Importing this package needs neither torch nor numpy: parts that need torch are loaded when they are first
-used.
+used. Planning without a run is in `sidcomp.planner`, simulated networks and ranks in `sidcomp.simulation`,
+FSDP2's other collectives in `sidcomp.fsdp`, the process-group backend in `sidcomp.backend`.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sidcomp import errors
+from sidcomp import errors, planner, simulation
 from sidcomp._core import version as __version__
 from sidcomp.config.presets import names as presets
-from sidcomp.config.registry import Codec, Parameter, codecs, exchanges, memories
+from sidcomp.config.registry import codecs, exchanges, memories
 from sidcomp.config.schedule import Schedule
-from sidcomp.config.step_sizes import StepSizes, marsit_step_sizes
-from sidcomp.doors.optimizer_check import check_optimizer
 from sidcomp.errors import *  # noqa: F403
 from sidcomp.notices import strict
 from sidcomp.options import Options
-from sidcomp.planner.fusion import evaluate, plan
-from sidcomp.planner.profile import Profile
 from sidcomp.standalone.compressor import Compressor
-from sidcomp.standalone.loopback import Loopback
-from sidcomp.standalone.simulation import Compute, Link, Simulation, simulate
-
-# Pickles from before the modules moved into sub-packages contain these module names.
-for _old, _of in (("schedule", Schedule), ("profile", Profile), ("registry", Codec)):
-    sys.modules[f"sidcomp.{_old}"] = sys.modules[_of.__module__]
 
 if TYPE_CHECKING:
-    from sidcomp import fsdp
-    from sidcomp.doors.backend.process_group import configure, process_group
-    from sidcomp.doors.ddp import hook, register, rewrap
+    from sidcomp import backend as backend
+    from sidcomp import fsdp as fsdp
+    from sidcomp.doors.ddp import hook
     from sidcomp.run import Run, compress
     from sidcomp.state import State, preset
 
 _LAZY = {
     "Run": "sidcomp.run",
     "State": "sidcomp.state",
+    "backend": "sidcomp.backend",
     "compress": "sidcomp.run",
-    "configure": "sidcomp.doors.backend.process_group",
     "fsdp": "sidcomp.fsdp",
     "hook": "sidcomp.doors.ddp",
     "preset": "sidcomp.state",
-    "process_group": "sidcomp.doors.backend.process_group",
-    "register": "sidcomp.doors.ddp",
-    "rewrap": "sidcomp.doors.ddp",
 }
 
 __all__ = [
-    "Codec",
-    "Compute",
     "Compressor",
-    "Link",
-    "Loopback",
     "Options",
-    "Parameter",
-    "Profile",
     "Run",
     "Schedule",
-    "Simulation",
     "State",
-    "StepSizes",
     "__version__",
-    "check_optimizer",
     "codecs",
     "compress",
-    "configure",
     "errors",
-    "evaluate",
     "exchanges",
-    "fsdp",
     "hook",
-    "marsit_step_sizes",
     "memories",
-    "plan",
+    "planner",
     "preset",
     "presets",
-    "process_group",
-    "register",
-    "rewrap",
-    "simulate",
+    "simulation",
     "strict",
-    *errors.__all__,
 ]
 
 

@@ -63,7 +63,7 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
     """
     check_torch()
     if isinstance(module, DistributedDataParallel):
-        raise SetupError("fsdp.compress is for fully_shard and replicate: use sidcomp.register for DDP")
+        raise SetupError("fsdp.compress is for fully_shard and replicate: use sidcomp.compress")
     if type(module).__name__ == "FullyShardedDataParallel":
         raise UnsupportedError(
             "FullyShardedDataParallel (FSDP1) has no place for compression with a residual: use fully_shard "

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp import fsdp, notices, rank_states
 from sidcomp.config.accuracy import EXACT, HUNDREDTH, OUTER, CodecSpec, adaptive
 from sidcomp.config.schedule import Schedule, Setting
-from sidcomp.doors.ddp import register
+from sidcomp.doors.ddp import register, rewrap
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.local.choice import CANDIDATES, Choosing
 from sidcomp.local.shards import is_sharded
@@ -334,8 +334,18 @@ class GradientRun(Run):
     def average(self) -> None:
         self.state._open()
 
+    def rewrap(self) -> DistributedDataParallel:
+        """Returns a new DDP model around the same module, whose buckets are the groups that "auto" would have
+        with gradients that arrive one by one: `ddp = run.rewrap()`. The old one cannot be used after this.
+        Call it on every rank, between two steps. Raises SetupError if the run is not of a DDP model."""
+        ddp = _ddp_of(self.module)
+        if ddp is None:
+            raise SetupError("run.rewrap() is for a DDP model, whose buckets it makes anew")
+        self.module = rewrap(ddp, self.state)
+        return self.module
+
     def restart(self) -> None:
-        self.state._engine.restart()
+        self.state.engine.restart()
 
     def state_dict(self) -> dict[str, Any]:
         return self.state.state_dict()

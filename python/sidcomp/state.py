@@ -36,7 +36,7 @@ class State(OptimizerFit):
     """Compresses the gradients of one DDP model.
 
         state = sidcomp.State("auto")
-        sidcomp.register(ddp, state)  # or ddp.register_comm_hook(state, sidcomp.hook)
+        ddp.register_comm_hook(state, sidcomp.hook)
 
     "auto" measures the model, the machine and the network in the first steps, and chooses the groups and how
     each is sent; where it measures no gain, the run continues as plain DDP (docs/auto.md). With any other

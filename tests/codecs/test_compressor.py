@@ -270,7 +270,7 @@ def test_a_seed_or_group_that_no_payload_can_carry_is_refused(number: int) -> No
         with pytest.raises(sidcomp.ArgumentError, match=f"{what}="):
             sidcomp.Compressor("topk", 100, **{what: number})
         with pytest.raises(sidcomp.ArgumentError, match=f"{what}="):
-            sidcomp.Loopback(2, "twoshot", "topk", 100, **{what: number})
+            sidcomp.simulation.Loopback(2, "twoshot", "topk", 100, **{what: number})
 
 
 # ---- what must not be written, and what memory does not tell --------------------------------------
@@ -369,7 +369,7 @@ def test_a_view_with_pending_signs_is_what_it_says(codec: str) -> None:
 def test_loopback_takes_views_with_pending_signs_and_gradients_of_parameters() -> None:
     torch = pytest.importorskip("torch")
     x = torch.from_numpy(gradient(300, 5))
-    a, b = (sidcomp.Loopback(2, "allgather", "topk", 300) for _ in range(2))
+    a, b = (sidcomp.simulation.Loopback(2, "allgather", "topk", 300) for _ in range(2))
     got = a.step([torch._neg_view(x), x.clone().requires_grad_()])
     assert not got.requires_grad
     assert torch.equal(got, b.step([-x, x]))
@@ -450,7 +450,7 @@ def test_threads_share_a_compressor(codec: str) -> None:
 def test_threads_share_a_loopback(exchange: str, codec: str) -> None:
     n, threads, times = 20_000, 3, 4
     x = [gradient(n, 1), gradient(n, 2)]
-    alone, shared = (sidcomp.Loopback(2, exchange, codec, n) for _ in range(2))
+    alone, shared = (sidcomp.simulation.Loopback(2, exchange, codec, n) for _ in range(2))
     right = [alone.step(x).tobytes() for _ in range(threads * times)]
     got: list[bytes] = []
     together(*[lambda: got.extend(shared.step(x).tobytes() for _ in range(times))] * threads)

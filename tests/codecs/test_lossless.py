@@ -134,7 +134,7 @@ def test_the_mean_is_that_of_the_sum(world: int, exchange: str) -> None:
     """In rank order, times 1 / world; two-shot sends that mean, and loses nothing of it either."""
     rng = np.random.default_rng(5)
     x = [rng.normal(0, 1e-3, 3000).astype(np.float32) for _ in range(world)]
-    loop = sidcomp.Loopback(world, exchange, "lossless", 3000)
+    loop = sidcomp.simulation.Loopback(world, exchange, "lossless", 3000)
     total = x[0]
     for other in x[1:]:
         total = total + other

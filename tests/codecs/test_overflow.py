@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import sidcomp
-from sidcomp import Loopback, _core
+from sidcomp import _core
+from sidcomp.simulation import Loopback
 
 Array = npt.NDArray[Any]
 

@@ -368,14 +368,14 @@ def test_what_it_is() -> None:
     assert codec.cuda == _core.cuda_built
     for exchange in ("allgather", "twoshot", "hierarchical", "cascade", "ring1"):
         with pytest.raises(sidcomp.UnsupportedError, match="terngrad-shared"):
-            sidcomp.Loopback(2, exchange, CODEC, 100)
+            sidcomp.simulation.Loopback(2, exchange, CODEC, 100)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7, MOST])
 def test_in_messages(world: int) -> None:
     """Both sums as exchange "allreduce": the bits of the process group's, and twice its rounds."""
     for n in (0, 1, 900):
-        x = sidcomp.Loopback(world, "allreduce", CODEC, n, seed=7)
+        x = sidcomp.simulation.Loopback(world, "allreduce", CODEC, n, seed=7)
         ranks = Ranks(world, n, group=0)
         for step in range(2):
             gradients = [content("laplace", n, np.random.default_rng(100 * step + r)) for r in range(world)]
@@ -385,13 +385,13 @@ def test_in_messages(world: int) -> None:
         body = sum(count for _, count in ranks.plan.slices)
         assert world == 1 or 2 * body * (world - 1) / world <= x.bytes_per_rank < 2 * body + 256 * world
     with pytest.raises(sidcomp.UnsupportedError, match=r"terngrad-shared.*so many ranks"):
-        sidcomp.Loopback(MOST + 1, "allreduce", CODEC, 10)
+        sidcomp.simulation.Loopback(MOST + 1, "allreduce", CODEC, 10)
 
 
 @pytest.mark.parametrize("world", [2, 5])
 def test_not_finite_in_messages(world: int) -> None:
     n = 700
-    x = sidcomp.Loopback(world, "allreduce", CODEC, n, memory="residual")
+    x = sidcomp.simulation.Loopback(world, "allreduce", CODEC, n, memory="residual")
     gradients = [content("normal", n, np.random.default_rng(r)) for r in range(world)]
     x.step(gradients)
     before = [x.residual(r) for r in range(world)]

@@ -20,6 +20,7 @@ import sidcomp
 import torch
 from harness import run
 from sidcomp import _core
+from sidcomp.doors.ddp import register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,7 +57,7 @@ def steps_of(rank: int, state: sidcomp.State, steps: int) -> list[list[torch.Ten
     model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 50), nn.Linear(50, 3))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.008)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     rng = torch.Generator().manual_seed(100 + rank)
     out = []
     for _ in range(steps):
@@ -151,7 +152,7 @@ def interrupted(rank: int, world: int, where: str, then: str, broken: str = "") 
         executor = ordered.emulate(state, torchs)
         if broken:
             setattr(executor, broken, lambda *_: None)
-        sidcomp.register(ddp, state)
+        register(ddp, state)
         launch, ready = executor._launch, state._engine.ready
         launched: list[Any] = []
 

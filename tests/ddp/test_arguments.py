@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from harness import run
 from sidcomp.config.kinds import from_environment
+from sidcomp.doors.ddp import register
+from sidcomp.doors.optimizer_check import check_optimizer
 from sidcomp.local.steps import Updates
 from sidcomp.runtime.cuda_executor import CudaExecutor
+from sidcomp.simulation import Loopback
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -57,31 +60,34 @@ def cases() -> dict[str, Case]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     state = sidcomp.State("topk", density=0.5)
     trained = DDP(nn.Linear(4, 4))
-    sidcomp.register(trained, state)
+    register(trained, state)
     trained(torch.ones(2, 4)).sum().backward()
     x = np.ones(100, np.float32)
-    compressor, loopback = sidcomp.Compressor("topk", 100), sidcomp.Loopback(2, "allgather", "topk", 100)
+    compressor, loopback = (
+        sidcomp.Compressor("topk", 100),
+        Loopback(2, "allgather", "topk", 100),
+    )
     summed = sidcomp.Compressor("powersgd", 100, world=2)
-    simulated = sidcomp.simulate(1000, worlds=[2])
+    simulated = sidcomp.simulation.simulate(1000, worlds=[2])
     own = {"module": module, "optimizers": optimizer}
     found: dict[str, Case] = {
         "Compressor": (sidcomp.Compressor, {"codec": "topk", "n": 100}),
-        "Loopback": (sidcomp.Loopback, {"world": 2, "exchange": "allgather", "codec": "topk", "n": 100}),
+        "Loopback": (Loopback, {"world": 2, "exchange": "allgather", "codec": "topk", "n": 100}),
         "Updates": (Updates, {**own, "state": sidcomp.State("topk")}),
-        "Profile": (sidcomp.Profile.load, {}),
-        "Profile.of": (sidcomp.Profile.of, {}),
+        "Profile": (sidcomp.planner.Profile.load, {}),
+        "Profile.of": (sidcomp.planner.Profile.of, {}),
         "State auto": (sidcomp.State, {"codec": "auto"}),
         "State mergecomp": (sidcomp.State, {"codec": "topk", "groups": "mergecomp"}),
         "State.preset": (sidcomp.State.preset, {"name": "redsync"}),
         "preset": (sidcomp.preset, {"name": "redsync"}),
-        "check_optimizer": (sidcomp.check_optimizer, {"state": state, "optimizer": optimizer}),
-        "evaluate": (sidcomp.evaluate, {"instance": INSTANCE, "plan": {"ends": [1], "methods": [0]}}),
-        "marsit_step_sizes": (sidcomp.marsit_step_sizes, {"ranks": 2, "steps": 3, "elements": 4}),
-        "plan": (sidcomp.plan, {"instance": INSTANCE}),
-        "process_group": (sidcomp.process_group, {"inner": dist.group.WORLD}),
-        "register": (sidcomp.register, {"ddp": DDP(nn.Linear(4, 4)), "state": state}),
-        "rewrap": (sidcomp.rewrap, {"ddp": trained, "state": state}),
-        "simulate": (sidcomp.simulate, {"n": 1000, "worlds": [2]}),
+        "check_optimizer": (check_optimizer, {"state": state, "optimizer": optimizer}),
+        "evaluate": (sidcomp.planner.evaluate, {"instance": INSTANCE, "plan": {"ends": [1], "methods": [0]}}),
+        "marsit_step_sizes": (sidcomp.simulation.marsit_step_sizes, {"ranks": 2, "steps": 3, "elements": 4}),
+        "plan": (sidcomp.planner.plan, {"instance": INSTANCE}),
+        "process_group": (sidcomp.backend.process_group, {"inner": dist.group.WORLD}),
+        "register": (sidcomp.doors.ddp.register, {"ddp": DDP(nn.Linear(4, 4)), "state": state}),
+        "rewrap": (sidcomp.doors.ddp.rewrap, {"ddp": trained, "state": state}),
+        "simulate": (sidcomp.simulation.simulate, {"n": 1000, "worlds": [2]}),
         **methods(
             sidcomp.Compressor,
             compressor,
@@ -92,7 +98,7 @@ def cases() -> dict[str, Case]:
         ),
         "next_reduction": (summed.next_reduction, {"reduction": 1, "payload": summed.encode(x), "x": x}),
         **methods(
-            sidcomp.Loopback,
+            Loopback,
             loopback,
             {
                 "step": {"gradients": [x, x]},
@@ -101,7 +107,7 @@ def cases() -> dict[str, Case]:
             },
         ),
         **methods(
-            sidcomp.Simulation,
+            sidcomp.simulation.Simulation,
             simulated,
             {"row": {"exchange": "dense", "world": 2}, "crossover": {"exchange": "allgather"}},
         ),

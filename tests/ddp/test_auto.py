@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from harness import RankFailed, run
 from sidcomp.autotune import controller, iterations, measurement, monitoring, outcome, probe, profiling
+from sidcomp.doors.ddp import register, rewrap
 from sidcomp.planner import fusion, mergecomp
 from sidcomp.planner.profile import Profile
 from torch import nn
@@ -88,7 +89,7 @@ class Training:
             for p in self.ddp.module.parameters():
                 p.register_hook(lambda _: clock.take(GRADIENT_S))
         self.state = sidcomp.State(how.pop("codec", "auto"), **how)
-        sidcomp.register(self.ddp, self.state)
+        register(self.ddp, self.state)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
         self.x = torch.randn(8, 96, generator=torch.Generator().manual_seed(rank))
 
@@ -712,7 +713,7 @@ def rewrapped(rank: int, world: int) -> dict[str, Any]:
     with Training(rank, candidates=["topk"], slow=SLOW_DENSE, ddp={}) as t:
         t.until_it_settles()
         kept = t.state.state_dict()["residuals"]
-        t.ddp = sidcomp.rewrap(t.ddp, t.state)
+        t.ddp = rewrap(t.ddp, t.state)
         now = t.state.state_dict()["residuals"]
         moved = all(torch.equal(kept[n], now[n]) for n in kept)
         r = t.until_it_settles()
@@ -753,7 +754,7 @@ def steps_of(rank: int, world: int, plain: bool) -> list[float]:
     ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.08)
     state = sidcomp.State("auto", candidates=["topk"])
     if not plain:
-        sidcomp.register(ddp, state)
+        register(ddp, state)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     x = torch.randn(8, 96, generator=torch.Generator().manual_seed(rank))
     out, deferred = [], 0

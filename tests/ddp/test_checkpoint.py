@@ -24,6 +24,7 @@ from common import (
     with_density,
 )  # fmt: skip
 from harness import run
+from sidcomp.doors.ddp import register
 from torch import nn
 
 SETTINGS: dict[str, dict[str, Any]] = with_density(CODECS, 0.05)
@@ -36,7 +37,7 @@ def begin(
     state = make_state(
         groups, trainer.module, codec=codec, **kept_in(memory), **SETTINGS.get(codec, {}), **more
     )
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     return trainer, state
 
 
@@ -322,7 +323,7 @@ def load_into(rank: int, world: int, room: str, model: type[nn.Module], register
     saved = torch.load(f"{room}/{rank}.pt", weights_only=True)
     with pytest.raises((sidcomp.CheckpointError, RuntimeError)) as caught:
         if registered:
-            sidcomp.register(trainer.wrapper, state)
+            register(trainer.wrapper, state)
             state.load_state_dict(saved)
         else:
             state.load_state_dict(saved)
@@ -361,7 +362,7 @@ def other_settings(rank: int, world: int, room: str) -> None:
     for change in changes:
         trainer = Trainer(CASES["cap-small"], rank)
         state = sidcomp.State(**change, memory="residual")
-        sidcomp.register(trainer.wrapper, state)
+        register(trainer.wrapper, state)
         state.load_state_dict(saved)
         kept = residuals_of(state)
         assert all(torch.equal(kept[n], r[0]) for n, r in saved["residuals"].items()), change

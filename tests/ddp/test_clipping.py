@@ -9,6 +9,7 @@ import pytest
 import sidcomp
 import torch
 from harness import run
+from sidcomp.doors.ddp import register
 from sidcomp.local.steps import Updates
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -32,7 +33,7 @@ def gradients(rank: int) -> list[torch.Tensor]:
 def clipped(rank: int, world: int, arguments: dict[str, Any]) -> list[torch.Tensor]:
     ddp = DDP(model(), bucket_cap_mb=2**-20)
     state = sidcomp.State("none", **arguments)
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     for _ in range(2):  # DDP forms other buckets in between
         ddp.zero_grad()
         ddp(batch(rank)).square().sum().backward()
@@ -55,7 +56,7 @@ def test_the_whole_gradient_is_clipped_whatever_the_groups(groups: str, limit: f
 def not_finite(rank: int, world: int) -> tuple[bool, bool]:
     ddp = DDP(model())
     state = sidcomp.State("topk", density=0.5, clip_gradient=0.1, groups="layer")
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     out = []
     for value in (float("nan"), 1.0):
         ddp.zero_grad()
@@ -103,6 +104,6 @@ def test_updates_are_not_clipped_for_gradients() -> None:
 
 
 def test_the_backend_cannot_clip_a_model() -> None:
-    process_group = pytest.importorskip("sidcomp.doors.backend.process_group")
+    process_group = pytest.importorskip("sidcomp.backend")
     with pytest.raises(sidcomp.ArgumentError, match="leave clip_gradient out"):
         process_group.configure("topk", clip_gradient=1.0)

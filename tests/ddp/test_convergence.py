@@ -9,6 +9,7 @@ import sidcomp
 import torch
 from common import CODECS, GATHERED, LINEAR, MEMORIES, with_density
 from harness import run
+from sidcomp.doors.ddp import register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -31,7 +32,7 @@ def train(
         if "momentum" in MEMORIES[own].traits:  # which the optimizer has already
             own = "residual"
         state = sidcomp.State(**{"memory": own, **arguments})
-        sidcomp.register(ddp, state)
+        register(ddp, state)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):

@@ -15,6 +15,7 @@ from damaged import EXACT, GONE, REFUSED, ROUNDED, VALUES, Path, changed, paths
 from harness import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sidcomp.doors.ddp import register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +31,7 @@ def make(codec: str = CODEC, **more: Any) -> tuple[DistributedDataParallel, sidc
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(12, 14), nn.Linear(14, 10)))
     state = sidcomp.State(codec, **{"groups": GROUPS, **SETTINGS.get(codec, {}), **more})
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     return ddp, state
 
 
@@ -180,7 +181,7 @@ def mixed(rank: int, world: int) -> str:
     module[0].register_forward_hook(lambda m, i, o: o.bfloat16())
     ddp = DistributedDataParallel(module)
     state = sidcomp.State(CODEC, groups=[["0.weight", "0.bias"], ["1.weight", "1.bias"]])
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     for _ in range(2):
         ddp(torch.randn(3, 6)).sum().backward()
     saved = state.state_dict()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from cases import CASES, Case, Trainer, assert_same
 from common import GROUPS, make_state
 from harness import run
+from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -29,7 +30,7 @@ def snapshots(
     state = None
     if groups is not None:
         state = make_state(groups, trainer.module, codec="none")
-        sidcomp.register(trainer.wrapper, state)
+        register(trainer.wrapper, state)
     seen = []
     for _ in range(steps):
         trainer.step()
@@ -164,7 +165,7 @@ def two_models(
     if groups is not None:
         for ddp in wrapped:
             states.append(make_state(groups, ddp.module, codec="none"))
-            sidcomp.register(ddp, states[-1])
+            register(ddp, states[-1])
     optimizer = torch.optim.SGD([*front.parameters(), *back.parameters()], 0.05, momentum=0.9)
     seen: list[dict[str, Tensor | None]] = []
     for step in range(5):
@@ -238,7 +239,7 @@ def rewrap(rank: int, world: int) -> None:
         for _ in range(2):
             state = sidcomp.State(codec="none", groups=500) if ours else None
             if state is not None:
-                sidcomp.register(trainer.wrapper, state)
+                register(trainer.wrapper, state)
             for _ in range(3):
                 trainer.step()
                 seen[-1].append(trainer.snapshot())
@@ -267,7 +268,7 @@ def clipped(rank: int, world: int, groups: str | int) -> None:
         state = None
         if ours:
             state = make_state(groups, trainer.module, codec="none")
-            sidcomp.register(trainer.wrapper, state)
+            register(trainer.wrapper, state)
         seen.append([])
         for step in range(4):
             adam.zero_grad()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from cases import CASES, Trainer
 from common import GATHERED, LINEAR
 from harness import run
+from sidcomp.doors.ddp import register
 from sidcomp.runtime import block, checkpoint, communicator
 
 TIMEOUT = 200.0  # seconds, of a process group
@@ -53,11 +54,11 @@ def lose(rank: int, world: int, when: str, how: str) -> tuple[str, str, int, flo
     if when == "bare":
         trainer.wrapper.register_comm_hook(state, sidcomp.hook)
     elif when == "register":
-        told = caught_at(state, lambda: sidcomp.register(trainer.wrapper, state))
+        told = caught_at(state, lambda: register(trainer.wrapper, state))
         trainer.close()
         return told
     else:
-        sidcomp.register(trainer.wrapper, state)
+        register(trainer.wrapper, state)
     if lost and when == "groups":
         block.Block.__init__ = lambda *_: end(how)  # type: ignore[method-assign]
     elif lost:
@@ -107,7 +108,7 @@ def lose_while_connecting(rank: int, world: int) -> tuple[str, str, int, float] 
     if rank == world - 1:
         dist.new_group = lambda *_, **__: end("kill")
     communicator._FORMING = timedelta(seconds=1)
-    told = caught_at(state, lambda: sidcomp.register(trainer.wrapper, state))
+    told = caught_at(state, lambda: register(trainer.wrapper, state))
     trainer.close()
     return told
 
@@ -129,7 +130,7 @@ def late(rank: int, world: int, when: str) -> tuple[list[str], float]:
     state = sidcomp.State()
     if rank == 1 and when == "register":
         time.sleep(1)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     if rank == 1 and when == "first step":
         time.sleep(1)
     for _ in range(3):
@@ -169,14 +170,14 @@ def without_a_hook(rank: int, world: int) -> tuple[list[str], Any]:
             trainer.step()
         told = None
     else:
-        told = caught_at(state, lambda: sidcomp.register(trainer.wrapper, state))
+        told = caught_at(state, lambda: register(trainer.wrapper, state))
     trainer.close()
     return logged, told
 
 
 def test_a_rank_without_a_hook_is_named() -> None:
     logged, told = run(without_a_hook, 2, group_timeout=2)[0]
-    assert len(logged) == 1 and "is waiting for rank 1 to reach sidcomp.register()" in logged[0], logged
+    assert len(logged) == 1 and "is waiting for rank 1 to reach sidcomp.compress()" in logged[0], logged
     assert told[0] == "ExchangeError" and told[2] == 1 and "without sidcomp's hook" in told[1], told
 
 
@@ -222,7 +223,7 @@ def short_of_memory(rank: int, world: int, codec: str, which: list[int]) -> list
         original(self, *arguments)
 
     block.Block.__init__ = count  # type: ignore[method-assign,assignment]
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     told = []
     for _ in range(8):
         try:
@@ -252,7 +253,7 @@ def test_no_memory_while_groups_are_made(world: int, codec: str) -> None:
 def broken_checkpoint(rank: int, world: int, arguments: dict[str, Any]) -> tuple[str, str, int, float]:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State(**arguments)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     for _ in range(3):
         trainer.step()
     state.load_state_dict(state.state_dict())
@@ -296,7 +297,7 @@ def liar(rank: int, world: int, said: int) -> str:
     """Rank 1 has another codec, and says that its description has `said` bytes."""
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State(GATHERED[rank])
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     original = communicator.Exchange.tell_all
 
     def lie(self: Any, data: bytes, what: str) -> Any:

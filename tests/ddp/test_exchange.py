@@ -36,6 +36,7 @@ from common import (
     with_density,
 )  # fmt: skip
 from harness import run
+from sidcomp.doors.ddp import register
 from torch import nn
 
 EXACT = [name for name in GATHERED if not tolerant(name)]
@@ -59,7 +60,7 @@ def follow(
     case = CASES[name] if isinstance(name, str) else name
     ours, slow = Trainer(case, rank, **ddp), Trainer(case, rank, ddp=False)
     state = make_state(groups, ours.module, codec=codec, memory=memory, exclude=exclude, **settings)
-    sidcomp.register(ours.wrapper, state)
+    register(ours.wrapper, state)
     judge = Reference(codec, memory, settings, rank, world)
     parameters = dict(slow.named())
     formed: list[list[dict[str, Any]]] = []  # the groups of each exchange
@@ -296,7 +297,7 @@ def digest(module: nn.Module) -> str:
 def stay_equal(rank: int, world: int, codec: str, groups: str | int, steps: int, dtype: str) -> None:
     trainer = Trainer(CASES["mixed" if dtype == "mixed" else "cap-small"], rank, lr=0.01)
     state = make_state(groups, trainer.module, codec=codec, memory="residual", **SETTINGS.get(codec, {}))
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     start = digest(trainer.module)
     for step in range(steps):
         trainer.step()

@@ -17,6 +17,7 @@ import sidcomp
 import torch
 from harness import run
 from sidcomp import _core
+from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -65,7 +66,7 @@ def trained(
     mine = gradients(world, dtype)[rank]
     got, left = [], []
     with sidcomp.State("lossless", exchange=exchange, full_every=full_every) as state:
-        sidcomp.register(model, state)
+        register(model, state)
         for step in range(40):
             model.zero_grad()
             model(mine if lasting or step == 0 else torch.zeros_like(mine)).backward()
@@ -143,7 +144,7 @@ def told(rank: int, world: int, bits: dict[str, Any], steps: int) -> list[str]:
     mine = gradients(world, "float32")[rank]
     with sidcomp.State("lossless", **bits) as state, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sidcomp.register(model, state)
+        register(model, state)
         for _ in range(steps):
             model.zero_grad()
             model(mine).backward()

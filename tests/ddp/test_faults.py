@@ -23,6 +23,7 @@ from cases import CASES, Trainer, assert_same
 from common import CODECS, GATHERED, LINEAR, groups_of, make_state
 from harness import RankFailed, run
 from sidcomp import _core
+from sidcomp.doors.ddp import register
 
 SEVERAL = [c.name for c in CODECS.values() if c.reductions]
 ONE_OF_EACH = ["none", LINEAR[0], GATHERED[0], *SEVERAL[:1]]  # travel differently
@@ -34,7 +35,7 @@ def trainer_and_state(
 ) -> tuple[Trainer, sidcomp.State]:
     trainer = Trainer(CASES["cap-small"], rank)
     state = make_state(groups, trainer.module, codec=codec, **arguments)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     return trainer, state
 
 
@@ -368,7 +369,7 @@ def disagree(rank: int, world: int, arguments: list[dict[str, Any]]) -> str:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State(**arguments[rank])
     with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
-        sidcomp.register(trainer.wrapper, state)
+        register(trainer.wrapper, state)
         trainer.step()
         trainer.step()
     trainer.close()

@@ -14,6 +14,8 @@ from common import make_state, residuals_of
 from harness import run
 from local_training import KINDS, updates
 from sidcomp.config.grouping import Regime
+from sidcomp.doors.ddp import register
+from sidcomp.doors.optimizer_check import check_optimizer
 from sidcomp.runtime.learning_rates import Rates
 from test_switch import MIXED, NAMES, PLAIN, SIDCO, TOPK, Run, scripted
 from torch import nn
@@ -31,7 +33,7 @@ def train(
 ) -> list[dict[str, Any]]:
     trainer = Trainer(CASES["cap-small"], rank)
     state = make_state(groups, trainer.module, **arguments)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     if follow:
         state.follow(trainer.optimizer)
     seen, last = [], 0.0
@@ -80,7 +82,7 @@ def velocities(rank: int, world: int, follow: bool) -> list[dict[str, Any]]:
     trainer = Trainer(CASES["cap-small"], rank)
     trainer.optimizer = torch.optim.SGD(trainer.module.parameters(), 0.05)
     state = sidcomp.State("signum", beta=0.9)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     if follow:
         state.follow(trainer.optimizer)
     seen = []
@@ -111,7 +113,7 @@ def resumed(rank: int, world: int, after: bool) -> list[list[dict[str, Any]]]:
         for part in range(parts):
             trainer = Trainer(CASES["cap-small"], rank)
             state = sidcomp.State("topk", density=0.05)
-            sidcomp.register(trainer.wrapper, state)
+            register(trainer.wrapper, state)
             if not after:
                 state.follow(trainer.optimizer)
             if saved is not None:
@@ -233,7 +235,7 @@ def two_rates(rank: int, world: int, apart: bool, optimizers: int = 1) -> tuple[
     module = nn.Sequential(nn.Linear(40, 30), nn.Identity(), nn.Linear(30, 20))
     ddp = nn.parallel.DistributedDataParallel(module)
     state = sidcomp.State("topk", density=0.1, groups=[NAMES[:2], NAMES[2:]] if apart else "model")
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     optimizer = torch.optim.SGD([{"params": module[0].parameters()}, {"params": module[2].parameters()}], 0.1)
     both = [torch.optim.SGD(module[2 * i].parameters(), 0.1) for i in range(optimizers)]
     state.follow(optimizer if optimizers == 1 else both)
@@ -268,7 +270,7 @@ def refused(rank: int, world: int) -> list[str]:
     said = []
     trainer = Trainer(CASES["default"], rank)
     state = sidcomp.State("topk", density=0.1)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     for wrong in (object(), nn.Linear(2, 2)):
         with pytest.raises(sidcomp.ArgumentError, match="param_groups"):
             state.follow(wrong)  # type: ignore[arg-type]
@@ -315,7 +317,7 @@ def refused(rank: int, world: int) -> list[str]:
 def rolled_back(rank: int, world: int) -> list[list[float]]:
     trainer = Trainer(CASES["cap-tiny"], rank)
     state = sidcomp.State("topk", density=0.1)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     state.follow(trainer.optimizer)
     before: dict[str, object] = {}
     seen = []
@@ -382,8 +384,8 @@ def wrapped(rank: int, world: int, how: str) -> list[dict[str, Any]]:
     sgd, scaler = trainer.optimizer, torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = WRAPPED[how](sgd)
     state = sidcomp.State("topk", density=0.05)
-    sidcomp.register(trainer.wrapper, state)
-    sidcomp.check_optimizer(state, optimizer)
+    register(trainer.wrapper, state)
+    check_optimizer(state, optimizer)
     state.follow(optimizer, None if how == "bare" else scaler)  # which needs param_groups
     seen = []
     for step, rate in enumerate((0.05, 0.02, 0.02, 0.1)):
@@ -451,7 +453,7 @@ def test_a_wrapper_of_none_or_several_is_told_what_to_give() -> None:
     ):
         for take in (
             lambda o: state.follow(o),
-            lambda o: sidcomp.check_optimizer(state, o),
+            lambda o: check_optimizer(state, o),
             lambda o: updates("parameters", module, o, state),
             lambda o: updates("memory", module, o, state),
         ):

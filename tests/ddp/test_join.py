@@ -10,6 +10,7 @@ import sidcomp
 import torch
 from common import CODECS
 from harness import run
+from sidcomp.doors.ddp import register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -63,7 +64,7 @@ def uneven(rank: int, world: int, kind: str, settings: dict[str, Any]) -> dict[s
     for name, joined in (("joined", True), ("zeros", False)):
         ddp = wrapped(kind)
         with sidcomp.State(**settings) as state:
-            sidcomp.register(ddp, state)
+            register(ddp, state)
             found[name] = train(ddp, BATCHES[world], rank, joined)
             assert state.error is None
             assert state.stats()["steps"] == sum(map(max, BATCHES[world])) + len(BATCHES[world])
@@ -91,7 +92,7 @@ def test_a_rank_without_data_is_one_with_a_gradient_of_zero(codec: str) -> None:
 def refused(rank: int, world: int, settings: dict[str, Any], by_initial: bool, before: bool) -> str:
     ddp = wrapped("buckets")
     state = sidcomp.State(**settings)
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     if before:  # the groups are made already
         ddp(batch(0, 0, rank)).sum().backward()
     with (

@@ -24,6 +24,8 @@ from harness import run
 from local_training import KINDS, updates
 from sidcomp.autotune import measurement
 from sidcomp.config.exchange_choice import MessagePlan
+from sidcomp.doors.ddp import register
+from sidcomp.doors.optimizer_check import check_optimizer
 from sidcomp.frameworks.session import Session
 from sidcomp.runtime import engine as engines
 from sidcomp.runtime import optimizer_watch
@@ -44,7 +46,7 @@ def said() -> list[str]:
 def trained(rank: int, arguments: dict[str, Any], steps: int = 3, case: str = "cap-small") -> dict[str, Any]:
     trainer = Trainer(CASES[case], rank)
     state = sidcomp.State(**arguments)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     for _ in range(steps):
         trainer.step()
     stats = state.stats()
@@ -96,7 +98,7 @@ def test_codecs_that_compress_nothing_say_so() -> None:
 def everything_excluded(rank: int, world: int, strict: bool) -> str:
     trainer = Trainer(CASES["default"], rank)
     state = sidcomp.State(**SPARSE, exclude="*")
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if strict:
@@ -119,7 +121,7 @@ def many(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     ddp = DDP(nn.Linear(64, 256, bias=False))
     state = sidcomp.State(**arguments)
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(2):
         ddp(torch.randn(8, 64, generator=generator)).square().mean().backward()
@@ -156,7 +158,7 @@ def test_the_simulator_agrees_with_the_choice(codec: str) -> None:
     n, settings = 1_000_000, sidcomp.State(codec).settings
     for world in (2, 4, 5, 16, 64):
         plan = settings.plan(n, "float32", 0, place=(0, world))
-        rows = sidcomp.simulate(n, codec, worlds=[world], exchange=["allgather", "twoshot"])
+        rows = sidcomp.simulation.simulate(n, codec, worlds=[world], exchange=["allgather", "twoshot"])
         gathered, other = (rows.row(name, world).seconds for name in ("allgather", "twoshot"))
         if isinstance(plan, MessagePlan):
             assert plan.choice.exchange.name == "twoshot" and other < 0.6 * gathered
@@ -222,7 +224,7 @@ def test_auto_says_that_it_measures_and_that_it_has_not_decided() -> None:
 def failing(rank: int, world: int, when: str) -> tuple[str, str]:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State(**SPARSE)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     trainer.step()
     trainer.step()
     if when == "closed":
@@ -276,7 +278,7 @@ def wrong(rank: int, world: int) -> list[str]:
     for arguments, _ in WRONG:
         trainer = Trainer(CASES["default"], rank)
         with pytest.raises(sidcomp.SetupError) as caught:
-            sidcomp.register(trainer.wrapper, sidcomp.State(**arguments))
+            register(trainer.wrapper, sidcomp.State(**arguments))
         texts.append(str(caught.value))
         trainer.close()
     return texts
@@ -320,7 +322,7 @@ def scaled(rank: int, world: int, told: str) -> list[str]:
     trainer = Trainer(CASES["default"], rank)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=told != "disabled")
     state = sidcomp.State(**SPARSE)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     if told == "followed":
         state.follow(trainer.optimizer, scaler)
     elif told == "unseen":
@@ -353,7 +355,7 @@ def not_enabled(rank: int, world: int) -> None:
     trainer = Trainer(CASES["default"], rank)
     optimizer = trainer.optimizer
     state = sidcomp.State(**SPARSE)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     with sidcomp.strict():
         state.follow(optimizer, scaler)
         trainer.step()
@@ -409,13 +411,13 @@ def followed_adam(rank: int, world: int) -> None:
     trainer = Trainer(CASES["default"], rank)
     adam = torch.optim.Adam(trainer.module.parameters())
     state = sidcomp.State(**SPARSE)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     with sidcomp.strict():
         with pytest.raises(sidcomp.StrictError, match="Adam divides by the size"):
             state.follow(adam)
         with pytest.raises(sidcomp.StrictError, match="Adam"):
-            sidcomp.check_optimizer(state, adam)
-    sidcomp.check_optimizer(state, adam)
+            check_optimizer(state, adam)
+    check_optimizer(state, adam)
     with sidcomp.strict():
         state.follow(adam)  # the program has been told
     trainer.close()
@@ -424,7 +426,7 @@ def followed_adam(rank: int, world: int) -> None:
     with pytest.warns(sidcomp.SidcompWarning, match="applies momentum"):
         doubled.follow(trainer.optimizer)
     with pytest.raises(sidcomp.SetupError, match="applies momentum"):
-        sidcomp.check_optimizer(doubled, trainer.optimizer)
+        check_optimizer(doubled, trainer.optimizer)
 
 
 def test_follow_checks_the_optimizer() -> None:
@@ -435,7 +437,7 @@ def replaced(rank: int, world: int) -> list[str]:
     """A framework wraps the module in another DDP, whose hook is torch's own."""
     trainer = Trainer(CASES["default"], rank)
     state = sidcomp.State(**SPARSE)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     state.follow(trainer.optimizer)
     trainer.wrapper = DDP(trainer.module)
     with warnings.catch_warnings(record=True) as caught:
@@ -461,9 +463,9 @@ def changed(rank: int, world: int, how: str) -> list[str]:
     if how == "added":
         module.extra = nn.Parameter(torch.zeros(3))
         with pytest.raises(sidcomp.SetupError, match="extra, which the module did not have"):
-            sidcomp.register(ddp, state)
+            register(ddp, state)
         return []
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(5):
@@ -485,7 +487,7 @@ def test_a_module_that_changes_after_it_was_wrapped_is_noticed() -> None:
 def static(rank: int, world: int) -> list[str]:
     trainer = Trainer(Case(Scrambled, square, ddp={"static_graph": True}), rank)
     state = sidcomp.State(**SPARSE)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with trainer.wrapper.no_sync():
@@ -508,7 +510,7 @@ def shown(rank: int, world: int, room: str) -> tuple[str, str, dict[str, Any], l
     before = state.explain()
     with pytest.raises(sidcomp.SetupError, match="no iteration to draw"):
         state.plot(f"{room}/early{rank}.png")
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     for _ in range(4):
         trainer.step()
     state.timeline(f"{room}/{rank}.json")
@@ -543,7 +545,7 @@ def test_the_first_line_is_said_once(tmp_path: Path) -> None:
 def logged(rank: int, world: int) -> tuple[list[dict[str, float]], list[float], dict[str, Any]]:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State(**SPARSE)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     seen = [state.log()]
     for steps in (3, 2, 0):
         for _ in range(steps):
@@ -582,7 +584,7 @@ def test_a_flat_dictionary_for_training_logs() -> None:
 def profiled(rank: int, world: int) -> tuple[set[str], int]:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State(**SPARSE)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     for _ in range(3):
         trainer.step()
     # A group is decoded in a thread of the backend, which the profiler leaves out by default.
@@ -691,7 +693,7 @@ def outgrown(rank: int, world: int, arguments: dict[str, Any], steps: int) -> li
     """The warnings about eta_s in a run."""
     trainer = Trainer(CASES["default"], rank)
     state = sidcomp.State("marsit", memory="compensation", **arguments)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
@@ -736,7 +738,7 @@ def copied(rank: int, world: int) -> dict[str, list[str]]:
     ):
         trainer = Trainer(Case(Scrambled, square, ddp=ddp_arguments), rank)
         state = sidcomp.State("auto" if name == "after" else "topk")
-        sidcomp.register(trainer.wrapper, state)
+        register(trainer.wrapper, state)
         scaler = torch.amp.GradScaler("cuda", enabled=False)
         scaler._enabled, scaler._per_optimizer_states = True, defaultdict(dict)  # as on a machine with a GPU
         if name == "before":
@@ -773,7 +775,7 @@ def copied(rank: int, world: int) -> dict[str, list[str]]:
             warnings.simplefilter("ignore")
             state.close()
     kept = pickle.loads(pickle.dumps(sidcomp.State("topk")))
-    sidcomp.register(DDP(Scrambled()), kept)
+    register(DDP(Scrambled()), kept)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kept.close()
@@ -825,7 +827,7 @@ def converted(rank: int, world: int, how: str) -> list[str]:
         state = sidcomp.State(**SPARSE)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            sidcomp.register(ddp, state)
+            register(ddp, state)
             for _ in range(steps):
                 forward(module, ddp).backward()
             CONVERSIONS[how](module)
@@ -845,7 +847,7 @@ def converted(rank: int, world: int, how: str) -> list[str]:
             state.close()
             if how != "and back":  # which leaves nothing to see before a forward pass
                 with pytest.raises(sidcomp.SetupError, match="since DDP wrapped the module"):
-                    sidcomp.register(ddp, sidcomp.State(**SPARSE))
+                    register(ddp, sidcomp.State(**SPARSE))
     return found
 
 
@@ -909,7 +911,7 @@ class Run:
             return
         if self.door in ("follow", "register"):
             self.model = DDP(self.module)  # type: ignore[assignment]
-            sidcomp.register(self.model, self.state)  # type: ignore[arg-type]
+            register(self.model, self.state)  # type: ignore[arg-type]
             if self.door == "follow":
                 self.state.follow(self.optimizer)
         else:

@@ -10,6 +10,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -43,7 +44,7 @@ def train(rank: int, world: int, minimal: bool) -> tuple[list[float], list[Tenso
         ddp.register_comm_hook(compressors, names["hook"])
     else:
         state = sidcomp.State("topk", groups="bucket", **SETTINGS)
-        sidcomp.register(ddp, state)
+        register(ddp, state)
     torch.manual_seed(1 + rank)  # each rank has its own data
     losses, layouts = [], []
     for _ in range(40):

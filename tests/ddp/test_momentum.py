@@ -12,6 +12,8 @@ import torch
 from cases import CASES, Trainer
 from common import groups_of
 from harness import run
+from sidcomp.doors.ddp import register
+from sidcomp.doors.optimizer_check import check_optimizer
 from test_switch import MIXED, NAMES, PLAIN, SIDCO, TOPK, Run, scripted
 from torch import Tensor
 
@@ -69,13 +71,13 @@ def plain_and_ours(rank: int, world: int, memory: str, nesterov: bool) -> float:
     """The largest difference of the weights after some steps: DDP and SGD with momentum, or none and DGC."""
     ours, plain = Trainer(CASES["cap-small"], rank), Trainer(CASES["cap-small"], rank)
     state = sidcomp.State("none", memory=memory, momentum=M, nesterov="on" if nesterov else "off")
-    sidcomp.register(ours.wrapper, state)
+    register(ours.wrapper, state)
     rate = 0.05
     ours.optimizer = torch.optim.SGD(ours.module.parameters(), lr=rate)
     plain.optimizer = torch.optim.SGD(plain.module.parameters(), lr=rate, momentum=M, nesterov=nesterov)
-    sidcomp.check_optimizer(state, ours.optimizer)
+    check_optimizer(state, ours.optimizer)
     with pytest.raises(sidcomp.SetupError):
-        sidcomp.check_optimizer(state, plain.optimizer)
+        check_optimizer(state, plain.optimizer)
     for _ in range(12):
         ours.step()
         plain.step()
@@ -121,7 +123,7 @@ def test_velocities_survive_changes_of_groups_and_codec(park: bool) -> None:
 def saved(rank: int, world: int, room: str, memory: str) -> dict[str, Any]:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State("topk", memory=memory, density=0.05)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     for _ in range(4):
         trainer.step()
     kept = state.state_dict()
@@ -133,7 +135,7 @@ def saved(rank: int, world: int, room: str, memory: str) -> dict[str, Any]:
 def loaded(rank: int, world: int, room: str, memory: str, old: int, rule: str) -> dict[str, Any]:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State("topk", memory=memory, density=0.05)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     states = [torch.load(f"{room}/{r}.pt", weights_only=True) for r in range(old)]
     state.load_state_dict(states, redistribute=rule)
     kept = {n: r.numpy().copy() for n, r in state.state_dict()["residuals"].items()}

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 import sidcomp
 import torch
 from harness import run
+from sidcomp.doors.ddp import register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +33,7 @@ def steps(
     rank: int, module: nn.Module, state: sidcomp.State, first: int, last: int, saved: Any = None
 ) -> dict[str, torch.Tensor]:
     ddp = DistributedDataParallel(module)
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     if saved is not None:
         state.load_state_dict(saved)
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
@@ -100,7 +101,7 @@ def frozen(rank: int, world: int) -> dict[str, Any]:
             p.requires_grad_(n in names)
         with sidcomp.State("topk", density=0.1, groups=groups) as state:
             ddp = DistributedDataParallel(module)
-            sidcomp.register(ddp, state)
+            register(ddp, state)
             state.load_state_dict(given, strict=strict)
             before = state.state_dict()
             ddp(torch.randn(8, 12)).square().mean().backward()

@@ -25,6 +25,7 @@ from common import (
     with_density,
 )  # fmt: skip
 from harness import run
+from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -70,7 +71,7 @@ def nonfinite_step(
     case = Case(Mixed if half else Scrambled, poisoned(parameter, value, 1), ddp={"bucket_cap_mb": 0.001})
     trainer = Trainer(case, rank)
     state = make_state(groups, trainer.module, codec=codec, memory=memory, **SETTINGS.get(codec, {}))
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     once = Once(trainer)
     local = Trainer(case, rank, ddp=False)
     for _ in range(BAD_STEP):
@@ -148,7 +149,7 @@ def scaled(rank: int, world: int, codec: str) -> dict[str, Any]:
     module = Scrambled()
     ddp: Any = DDP(module, bucket_cap_mb=0.001)
     state = sidcomp.State(codec=codec, **SETTINGS.get(codec, {}))
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     optimizer = torch.optim.SGD(module.parameters(), 0.02, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=4)
     skipped, losses, factors = [], [], []
@@ -196,7 +197,7 @@ def test_grad_scaler_leaves_out_the_step(codec: str) -> None:
 def rescaled(rank: int, world: int, codec: str) -> None:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State(codec=codec, memory="residual", **SETTINGS.get(codec, {}))
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     state.update_scale(1024.0)  # nothing is kept yet: only noted
     for _ in range(3):
         trainer.step()
@@ -232,7 +233,7 @@ def test_rescale(codec: str) -> None:
 def scale_in_checkpoint(rank: int, world: int) -> None:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State()
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     for _ in range(2):
         trainer.step()
         state.update_scale(64.0)
@@ -242,7 +243,7 @@ def scale_in_checkpoint(rank: int, world: int) -> None:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State()
     state.load_state_dict(saved)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     state.update_scale(128.0)  # the scaler has grown between saving and the first step
     got = residuals_of(state)
     assert all(torch.equal(got[n], r[0] * 2) for n, r in saved["residuals"].items())
@@ -264,7 +265,7 @@ def overflow_in_the_sum(rank: int, world: int, codec: str) -> None:
 
     trainer = Trainer(Case(Scrambled, huge), rank)
     state = sidcomp.State(codec=codec, **SETTINGS.get(codec, {}))
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     handles = [p.register_hook(lambda g: g.sign() * big) for _, p in trainer.named()]
     trainer.optimizer.zero_grad()
     trainer.backward(0, "sync")

@@ -200,7 +200,7 @@ def test_a_measured_profile_is_saved_and_planned_from(tmp_path: Path) -> None:
     assert profile.instance() == one == other
     assert [m["name"] for m in one["methods"]] == ["dense", "topk density=0.01", "fp16"]
     plan = {"ends": [2, 4], "methods": [1, 0]}
-    assert sidcomp.evaluate(one, plan)["time_ps"] > 3 * 10**9
+    assert sidcomp.planner.evaluate(one, plan)["time_ps"] > 3 * 10**9
     assert all(m.name in profile.table() for m in profile.methods)
 
 
@@ -354,7 +354,7 @@ def test_an_exchange_beside_a_backward_pass_is_not_measured_beside_an_endless_on
             rest_ps=0, compute_ps=1000 * backward, dense_ps=step, methods=[dense],
         )  # fmt: skip
         instance = profile.instance(contention=1000)
-        return int(sidcomp.evaluate(instance, {"ends": [2], "methods": [0]})["time_ps"])
+        return int(sidcomp.planner.evaluate(instance, {"ends": [2], "methods": [0]})["time_ps"])
 
     endless, ended = overlapped_curve(machine, None), overlapped_curve(machine, backward)
     assert endless.at(2**20) > 16 * step

@@ -29,8 +29,10 @@ import torch.distributed as dist
 from cases import CASES, Case, Trainer, bits, square
 from common import CODECS, Array, flat, groups_of, make_state, residuals_of, shaped
 from harness import run
-from sidcomp import Loopback, _core
+from sidcomp import _core
 from sidcomp.config.exchange_choice import MessagePlan
+from sidcomp.doors.ddp import register
+from sidcomp.simulation import Loopback
 from torch import nn
 
 Settings = dict[str, Any]
@@ -90,7 +92,7 @@ def trained(rank: int, case: str, groups: str | int, **settings: Any) -> tuple[T
     """A Trainer, and the State that is registered with it."""
     trainer = Trainer(MODELS[case], rank)
     state = make_state(groups, trainer.module, **settings)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     return trainer, state
 
 
@@ -165,7 +167,7 @@ def follow_paper(
     case = WIDE if name == "wide" else CASES[name]
     ours, slow = (Trainer(case, rank, ddp=ddp) for ddp in (True, False))
     state = make_state(groups, ours.module, codec=SHAPED[0], memory=memory, **settings)
-    sidcomp.register(ours.wrapper, state)
+    register(ours.wrapper, state)
     judge = PaperJudge(settings.get("r", 4), memory, world)
     formed: list[list[dict[str, Any]]] = []
     for step in range(6):
@@ -268,7 +270,7 @@ def kept_by(state: sidcomp.State) -> dict[str, Any]:
 def follow_loopback(rank: int, world: int, groups: str | int, name: str, settings: Settings) -> list[Any]:
     ours, slow = (Trainer(CASES[name], rank, ddp=ddp) for ddp in (True, False))
     state = make_state(groups, ours.module, **settings)
-    sidcomp.register(ours.wrapper, state)
+    register(ours.wrapper, state)
     judge = LoopbackJudge(world, settings)
     seen: list[Any] = []
     formed: list[Any] = []
@@ -339,7 +341,7 @@ def periodic(rank: int, world: int, exchange: str) -> list[Any]:
     """Marsit's K: in steps 0, K, ... the mean of gradient and compensation, and then no compensation."""
     trainer, slow = (Trainer(CASES["default"], rank, ddp=ddp) for ddp in (True, False))
     state = make_state("model", trainer.module, codec="marsit", exchange=exchange, K=3, eta_s=0.01)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     for step in range(8):
         kept = residuals_of(state) if step else {}
         slow.module.load_state_dict(trainer.module.state_dict())
@@ -454,7 +456,7 @@ def resume(rank: int, world: int, case: str, settings: Settings, stop: int) -> l
             old.close()
             state = make_state("bucket", trainer.module, **settings)
             state.load_state_dict(saved)
-            sidcomp.register(trainer.wrapper, state)
+            register(trainer.wrapper, state)
         trainer.step()
     return ended(trainer, state)
 
@@ -506,7 +508,7 @@ def switch(rank: int, world: int, first: Settings, second: Settings) -> None:
     other = make_state("bucket", trainer.module, **second)
     other.load_state_dict(saved)
     wrapper = nn.parallel.DistributedDataParallel(trainer.module, bucket_cap_mb=0.001)
-    sidcomp.register(wrapper, other)
+    register(wrapper, other)
     put_in: dict[str, Any] = {}
     twin = Trainer(CASES["cap-small"], rank, ddp=False)
     twin.module.load_state_dict(trainer.module.state_dict())
@@ -563,7 +565,7 @@ def load(
     trainer, twin = (Trainer(CASES["cap-small"], rank, ddp=ddp) for ddp in (True, False))
     state = make_state("bucket", trainer.module, **settings)
     state.load_state_dict(states, redistribute=redistribute)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     trainer.step()
     twin.step()
     out = owed(state, world, [name for name, _ in trainer.named()])
@@ -867,7 +869,7 @@ def refusals(rank: int, world: int) -> list[str]:
     ]:
         trainer = Trainer(CASES["default"], rank)
         with contextlib.closing(sidcomp.State(**arguments)) as state:
-            sidcomp.register(trainer.wrapper, state)
+            register(trainer.wrapper, state)
             with pytest.raises(RuntimeError) as failed:
                 trainer.step()
             texts.append(str(failed.value))
@@ -889,7 +891,7 @@ def environment(rank: int, world: int) -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     trainer = Trainer(CASES["default"], rank)
     state = make_state("model", trainer.module, codec="topk", exchange="hierarchical")
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     trainer.step()
     saved: dict[str, Any] = state.state_dict()["exchange"]
     trainer.close()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from cases import CASES, Trainer
 from common import CODECS, GATHERED
 from harness import run
+from sidcomp.doors.ddp import register, rewrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -105,7 +106,7 @@ def refuse(rank: int, world: int, what: str) -> list[str]:
     state = sidcomp.State(codec=GATHERED[0])
     texts = []
     try:
-        sidcomp.register(ddp, state)
+        register(ddp, state)
     except sidcomp.SidcompError as e:
         texts.append(str(e))
     assert bool(texts) == early, f"register() on {what}: {texts}"
@@ -145,7 +146,7 @@ def test_refused_with_words_that_say_what_to_change(what: str) -> None:
 def joined(rank: int, world: int) -> str:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State(codec=GATHERED[0])
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught, trainer.wrapper.join():
         for _ in range(3 + rank):
             trainer.step()
@@ -162,9 +163,9 @@ def test_join_is_refused() -> None:
 def registered_twice(rank: int, world: int) -> None:
     trainer = Trainer(CASES["default"], rank)
     first, second = sidcomp.State(), sidcomp.State()
-    sidcomp.register(trainer.wrapper, first)
+    register(trainer.wrapper, first)
     with pytest.raises(sidcomp.SetupError, match="hook already"):
-        sidcomp.register(trainer.wrapper, second)
+        register(trainer.wrapper, second)
     trainer.step()  # the first one still works
     assert first.stats()["steps"] == 1
     trainer.close()
@@ -183,7 +184,7 @@ def one_state_for_two(rank: int, world: int, plain: bool) -> str:
             if plain:
                 trainer.wrapper.register_comm_hook(state, sidcomp.hook)
             else:
-                sidcomp.register(trainer.wrapper, state)
+                register(trainer.wrapper, state)
         for trainer in trainers:
             trainer.step()
     text = str(caught.value)
@@ -221,14 +222,14 @@ def test_one_state_on_a_second_model_later_is_refused() -> None:
 def wrong_objects(rank: int, world: int) -> None:
     module = cases.Scrambled()
     with pytest.raises(sidcomp.SetupError, match="DistributedDataParallel"):
-        sidcomp.register(module, sidcomp.State())  # type: ignore[arg-type]
+        register(module, sidcomp.State())  # type: ignore[arg-type]
     ddp = DDP(module)
     for state, codec in (("int4", "int4"), (None, "topk"), (sidcomp.State, "topk")):
         with pytest.raises(sidcomp.ArgumentError) as caught:
-            sidcomp.register(ddp, state)  # type: ignore[arg-type]
+            register(ddp, state)  # type: ignore[arg-type]
         assert f'state={state!r}: make a State: register(ddp, sidcomp.State("{codec}"))' in str(caught.value)
         with pytest.raises(sidcomp.ArgumentError, match="give rewrap the State"):
-            sidcomp.rewrap(ddp, state)  # type: ignore[arg-type]
+            rewrap(ddp, state)  # type: ignore[arg-type]
     ddp.register_comm_hook(None, sidcomp.hook)
     with pytest.raises(RuntimeError, match=r"sidcomp\.State"):
         ddp(torch.randn(4, 12)).sum().backward()
@@ -244,7 +245,7 @@ def other_ranks(rank: int, world: int) -> None:
     trainer = Trainer(CASES["default"], rank)
     if rank < 2:
         with pytest.raises(sidcomp.SetupError, match="process_group"):
-            sidcomp.register(trainer.wrapper, sidcomp.State(process_group=pair))
+            register(trainer.wrapper, sidcomp.State(process_group=pair))
     trainer.close()
 
 
@@ -255,7 +256,7 @@ def test_a_process_group_of_other_ranks_than_ddps() -> None:
 def after_closing(rank: int, world: int) -> None:
     trainer = Trainer(CASES["default"], rank)
     with sidcomp.State() as state:
-        sidcomp.register(trainer.wrapper, state)
+        register(trainer.wrapper, state)
         trainer.step()
     state.close()  # once more
     with pytest.raises(RuntimeError, match="closed"):
@@ -331,7 +332,7 @@ def test_the_limits_of_every_parameter_are_accepted(codec: str) -> None:
 def wrong_names(rank: int, world: int, arguments: dict[str, Any]) -> str:
     trainer = Trainer(CASES["default"], rank)
     with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
-        sidcomp.register(trainer.wrapper, sidcomp.State(**arguments))
+        register(trainer.wrapper, sidcomp.State(**arguments))
         trainer.step()
     trainer.close()
     return str(caught.value)
@@ -359,7 +360,7 @@ def test_names_that_do_not_fit_the_model(arguments: dict[str, Any], words: list[
 def mixed_list(rank: int, world: int) -> str:
     trainer = Trainer(CASES["mixed"], rank)
     with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
-        sidcomp.register(trainer.wrapper, sidcomp.State(groups=[[name for name, _ in trainer.named()]]))
+        register(trainer.wrapper, sidcomp.State(groups=[[name for name, _ in trainer.named()]]))
         trainer.step()
     trainer.close()
     return str(caught.value)

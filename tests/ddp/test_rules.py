@@ -12,6 +12,7 @@ import torch.distributed as dist
 from cases import CASES, Trainer, assert_same
 from common import Reference, groups_of, make_state, residuals_of
 from harness import run
+from sidcomp.doors.ddp import register
 
 RAMP = sidcomp.Schedule({0: 0.5, 2: 0.2, 5: 0.05})
 RULES = [("1-D", "none"), ("first*", {"density": 0.4}), ("output", {"values": "f16"})]
@@ -21,7 +22,7 @@ def follow(rank: int, world: int, groups: str | int, rules: Any, density: Any, s
     """As test_exchange.follow, with settings that depend on step and parameter."""
     ours, slow = Trainer(CASES["cap-small"], rank), Trainer(CASES["cap-small"], rank, ddp=False)
     state = make_state(groups, ours.module, codec="topk", density=density, policy=rules)
-    sidcomp.register(ours.wrapper, state)
+    register(ours.wrapper, state)
     judge = Reference("topk", "residual", {"density": density}, rank, world)
     shapes = {n: tuple(p.shape) for n, p in slow.named()}
     parameters, formed, seen = dict(slow.named()), [], []
@@ -67,7 +68,7 @@ def trained(rank: int, world: int, room: str, first: int, steps: int, load: bool
         trainer.optimizer.load_state_dict(saved["optimizer"])
         trainer.steps = first
         state.load_state_dict(saved["sidcomp"])
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     seen = []
     for step in range(first, steps):
         trainer.step()
@@ -95,7 +96,7 @@ def test_a_resumed_run_goes_on_with_the_schedule(tmp_path: Path) -> None:
 def differ(rank: int, world: int) -> None:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State("topk", density=0.1, policy=[("1-D", {"density": 0.5 + 0.1 * rank})])
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     with pytest.raises(RuntimeError, match="policy"):
         trainer.step()
     assert isinstance(state.error, sidcomp.RankError)
@@ -113,7 +114,7 @@ def full_steps(rank: int, world: int, codec: str, memory: str, groups: str | int
     """In a full step the gradient is the mean of all that the ranks have and kept; else the codec's."""
     ours, slow = Trainer(CASES["cap-small"], rank), Trainer(CASES["cap-small"], rank, ddp=False)
     state = make_state(groups, ours.module, codec=codec, memory=memory, full_every=every)
-    sidcomp.register(ours.wrapper, state)
+    register(ours.wrapper, state)
     seen = []
     for step in range(8):
         kept = residuals_of(state) if step else {}

@@ -15,6 +15,7 @@ import sidcomp
 import torch
 from cases import CASES, Trainer, assert_same
 from harness import run
+from sidcomp.doors.ddp import register
 
 HERE = Path(__file__).parent / "saved"
 WORLD, BEFORE, AFTER = 2, 4, 3
@@ -42,7 +43,7 @@ def steps(trainer: Trainer, count: int) -> dict[str, Any]:
 
 def write(rank: int, world: int) -> None:
     trainer, state = Trainer(CASES["cap-small"], rank), make()
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     steps(trainer, BEFORE)
     saved = {
         "model": trainer.module.state_dict(),
@@ -65,7 +66,7 @@ def read(rank: int, world: int, pickled: bool) -> None:
     state = pickle.loads(saved["pickled"]) if pickled else make()
     if not pickled:
         state.load_state_dict(saved["sidcomp"])
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     kept, source = state.state_dict(), saved["sidcomp"]
     assert_same(kept["residuals"], source["residuals"], "residuals")
     assert kept["step"] == source["step"] == BEFORE

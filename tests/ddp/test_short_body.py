@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-import sidcomp
 from cases import CASES, Trainer, bits
 from common import Array, Reference, groups_of, make_state
 from harness import run
+from sidcomp.doors.ddp import register
 
 
 class InAnyOrder(Reference):
@@ -26,7 +26,7 @@ class InAnyOrder(Reference):
 def close(rank: int, world: int, settings: dict[str, Any], memory: str) -> list[bytes | None]:
     ours, slow = (Trainer(CASES["cap-small"], rank, ddp=ddp) for ddp in (True, False))
     state = make_state("model", ours.module, codec="randk", memory=memory, **settings)
-    sidcomp.register(ours.wrapper, state)
+    register(ours.wrapper, state)
     judge = InAnyOrder("randk", memory, settings, rank, world)
     formed: list[list[dict[str, Any]]] = []
     rounding = 2e-3 if settings.get("values") == "f16" else 1e-4  # of a sum in the body's own format

@@ -24,6 +24,7 @@ from common import (
     with_density,
 )
 from harness import run
+from sidcomp.doors.ddp import register
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SETTINGS: dict[str, dict[str, Any]] = with_density(CODECS, 0.05)
@@ -82,7 +83,7 @@ def counted(rank: int, world: int, name: str, codec: str, groups: str | int, che
     trainer = Trainer(CASES[name], rank)
     settings = SETTINGS.get(codec, {})
     state = make_state(groups, trainer.module, codec=codec, checksum_every=checksum_every, **settings)
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     wire = Wire()
     numel = sum(p.numel() for _, p in trainer.named())
     before = {"sent_bytes": 0, "received_bytes": 0, "control_bytes": 0, "dense_bytes": 0, "steps": 0}
@@ -160,7 +161,7 @@ def sent_elements(rank: int, world: int, codec: str) -> None:
     """`count` is what really left: the elements that the memory no longer has."""
     trainer = Trainer(CASES["default"], rank)
     state = make_state("explicit", trainer.module, codec=codec, memory="residual", **SETTINGS.get(codec, {}))
-    sidcomp.register(trainer.wrapper, state)
+    register(trainer.wrapper, state)
     for _ in range(4):
         trainer.step()
         kept = state.state_dict()["residuals"]
@@ -183,7 +184,7 @@ def same_span(rank: int, world: int) -> None:
     def begin() -> tuple[Trainer, sidcomp.State]:
         trainer = Trainer(CASES["cap-small"], rank)
         state = sidcomp.State("topk", density=0.05, groups="model", nonfinite="rollback")
-        sidcomp.register(trainer.wrapper, state)
+        register(trainer.wrapper, state)
         return trainer, state
 
     def counted(steps: int) -> None:

@@ -13,6 +13,7 @@ from harness import run
 from sidcomp.autotune import controller
 from sidcomp.autotune.iterations import Iteration, Order
 from sidcomp.config.grouping import DENSE, Regime
+from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,7 +48,7 @@ class Run:
         self.ddp = DistributedDataParallel(self.module)
         arguments = {"codec": "auto", "candidates": [("topk", {"density": 0.05}), "sidco-e"]}
         self.state = sidcomp.State(**(arguments | more))
-        sidcomp.register(self.ddp, self.state)
+        register(self.ddp, self.state)
         self.rng = torch.Generator().manual_seed(100 + rank)
         self.world, self.dtype = world, dtype
         self.fed = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in self.module.named_parameters()}

@@ -14,6 +14,7 @@ from cases import CASES, Case, Trainer, assert_same, square
 from common import CODECS, MEMORIES, fits, groups_of, make_state, residuals_of, with_density
 from harness import run
 from sidcomp import _core
+from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 
 SETTINGS = with_density(CODECS, 0.1)
@@ -27,7 +28,7 @@ class Run:
     def __init__(self, rank: int, case: Case = CASES["cap-small"], **arguments: Any) -> None:
         self.trainer = Trainer(case, rank, lr=0.01)
         self.state = make_state(arguments.pop("groups", None), self.trainer.module, **arguments)
-        sidcomp.register(self.trainer.wrapper, self.state)
+        register(self.trainer.wrapper, self.state)
         self.factors: dict[str, float] = {}
         for name, p in self.trainer.named():
             p.register_hook(lambda g, name=name: g * self.factors.get(name, 1.0))

@@ -18,6 +18,7 @@ from local_training import updates
 from sidcomp import rank_states
 from sidcomp.autotune import codec_benchmark, probe
 from sidcomp.config.exchange_choice import ExchangeChoice
+from sidcomp.doors.ddp import register
 from sidcomp.runtime.communicator import Exchange
 from sidcomp.standalone.model_shapes import of_module
 from torch import nn
@@ -115,7 +116,7 @@ def hook(
         if saved is not None:
             optimizer.param_groups[0]["lr"] = 0.05  # which rescales the residuals
         with sidcomp.State(codec, **own) as state:
-            sidcomp.register(model, state)
+            register(model, state)
             state.follow(optimizer)
             if saved is not None:
                 state.load_state_dict(change(saved), strict=not grown)
@@ -133,7 +134,7 @@ def hook(
 
 def backend(rank: int, world: int) -> Bits:
     """Its first passes are those in which it learns."""
-    inside = sidcomp.process_group(dist.group.WORLD, "topk", min_bytes=64, density=0.1)
+    inside = sidcomp.backend.process_group(dist.group.WORLD, "topk", min_bytes=64, density=0.1)
     model = DistributedDataParallel(network(), process_group=inside)
     optimizer = sgd(model)
     for step in range(2 * STEPS):
@@ -233,7 +234,7 @@ def standalone(rank: int, world: int) -> Bits:
         payload = compressor.encode(x)
     again = sidcomp.Compressor("topk", 1000, density=0.1)
     again.set_residual(compressor.residual(like=x))
-    loopback = sidcomp.Loopback(2, "twoshot", "topk", 1000, density=0.1)
+    loopback = sidcomp.simulation.Loopback(2, "twoshot", "topk", 1000, density=0.1)
     return {
         "payload": payload,
         "decoded": compressor.decode(payload),

@@ -10,6 +10,7 @@ import sidcomp
 import torch
 from harness import run
 from local_training import KINDS, updates
+from sidcomp.doors.ddp import register
 from test_fsdp import alike, backward, flat, network
 from torch import nn
 from torch.distributed import group, new_group
@@ -25,12 +26,12 @@ def through(door: str, codec: str, arguments: dict[str, Any], world: int) -> nn.
     if door == "plain":
         return DistributedDataParallel(model)
     if door == "backend":
-        inside = sidcomp.process_group(group.WORLD, codec, min_bytes=64, **arguments)
+        inside = sidcomp.backend.process_group(group.WORLD, codec, min_bytes=64, **arguments)
         return DistributedDataParallel(model, process_group=inside)
     state = sidcomp.State(codec, **arguments)
     if door == "hook":
         model = DistributedDataParallel(model)
-        sidcomp.register(model, state)
+        register(model, state)
     else:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("replicate",))
         for layer in (model[0], model[2]):
@@ -71,7 +72,7 @@ def test_with_top_k_all_doors_reach_the_same_loss(arguments: dict[str, Any]) -> 
 def registered(rank: int, world: int) -> Any:
     model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
     with sidcomp.State("topk", density=0.1) as state:
-        sidcomp.register(model, state)
+        register(model, state)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(STEPS):
             sgd.zero_grad()
@@ -93,7 +94,7 @@ class Run:
         self.model = model = network()
         if door == "hook":
             self.model = DistributedDataParallel(model)
-            sidcomp.register(self.model, self.state)
+            register(self.model, self.state)
         elif door == "fsdp":
             mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("replicate",))
             sidcomp.fsdp.compress(replicate(model, mesh=mesh), self.state)
@@ -176,7 +177,7 @@ def test_a_checkpoint_on_one_rank_alone(door: str, codecs: list[str], how: dict[
 
 
 def over_sidcomp() -> str:
-    sidcomp.configure("signsgd", min_bytes=64)
+    sidcomp.backend.configure("signsgd", min_bytes=64)
     return "cpu:sidcomp,cuda:sidcomp"
 
 

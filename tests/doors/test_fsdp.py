@@ -14,6 +14,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from sidcomp.doors.ddp import register
 from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch import nn
 from torch.distributed import checkpoint
@@ -961,7 +962,7 @@ def attempt(rank: int, world: int, case: str, heeds: bool) -> str:
         given = heeds if case == "one dimension" else case == "replicas twice" and not heeds
         replicas = mesh.get_group("replicate") if given else None
         if case == "ddp" and heeds:
-            sidcomp.register(model, state)
+            register(model, state)
         else:
             sidcomp.fsdp.compress(model, state, replicas=replicas)
         if case == "one state, two models":
@@ -989,7 +990,7 @@ def attempt(rank: int, world: int, case: str, heeds: bool) -> str:
     "case, said",
     [
         ("plain", "call fully_shard or replicate on the model first"),
-        ("ddp", "use sidcomp.register for DDP"),
+        ("ddp", "use sidcomp.doors.ddp.register for DDP"),
         ("one dimension", "pass replicas="),
         ("replicas twice", "leave replicas= out"),
         ("divide", "set_gradient_divide_factor is not supported"),

@@ -485,7 +485,7 @@ def over_several_groups(rank: int, world: int) -> list[int]:
     """One model's gradients are averaged over six groups in turn: a step ends a list on each."""
     junk = [bytearray(10_000) for _ in range(7 * rank)]  # objects lie elsewhere on each rank
     groups = [
-        sidcomp.process_group(dist.new_group(), "topk", density=0.1, min_bytes=1000, outside=True)
+        sidcomp.backend.process_group(dist.new_group(), "topk", density=0.1, min_bytes=1000, outside=True)
         for _ in range(6)
     ]
 
@@ -569,7 +569,7 @@ def test_a_model_inherits_nothing_of_those_that_are_gone(kind: str) -> None:
 
 def many(rank: int, world: int) -> list[tuple[int, int]]:
     """Models of different sizes, one after the other: threads and descriptors after each."""
-    ours = sidcomp.process_group(group(), "topk", density=0.1, min_bytes=1000)
+    ours = sidcomp.backend.process_group(group(), "topk", density=0.1, min_bytes=1000)
     counts = []
     for width in range(40, 46):
         model = DistributedDataParallel(network(width=width), process_group=ours)
@@ -747,7 +747,7 @@ def set_up(rank: int, world: int, other: dict[str, Any], kind: str) -> Any:
     mine = {**usual, **other} if rank == world - 1 else usual
     if mine["codec"] == "off":
         del mine["density"]
-    ours = sidcomp.process_group(dist.group.WORLD, mine.pop("codec"), **mine)
+    ours = sidcomp.backend.process_group(dist.group.WORLD, mine.pop("codec"), **mine)
     texts = []
     for step in range(2):
         if kind == "ddp":
@@ -1094,7 +1094,7 @@ def around(rank: int, world: int) -> Any:
     inner = dist.new_group(members)
     if rank == 0:
         return None
-    ours = sidcomp.process_group(inner, "topk", density=0.1, min_bytes=1000)
+    ours = sidcomp.backend.process_group(inner, "topk", density=0.1, min_bytes=1000)
     model = DistributedDataParallel(network(), process_group=ours)
     train(model, rank)
     assert dist.get_process_group_ranks(ours) == members and dist.get_backend(ours) == "sidcomp"
@@ -1160,12 +1160,12 @@ def test_a_wait_with_a_timeout() -> None:
         ({"codec": "topk", "density": 2.0}, "density"),
         ({"codec": "topkk"}, "topkk"),
         ({"codec": "topk", "exclude": ["<128KB", "1-D"]}, "flat tensors.*'1-D'"),
-        ({"codec": "topk", "policy": [("head.*", "none")]}, r"'head\.\*'.*sidcomp.register"),
+        ({"codec": "topk", "policy": [("head.*", "none")]}, r"'head\.\*'.*sidcomp.doors.ddp.register"),
     ],
 )
 def test_a_wrong_configuration_is_found_at_once(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises((sidcomp.ArgumentError, sidcomp.ParameterError), match=said):
-        sidcomp.configure(**wrong)
+        sidcomp.backend.configure(**wrong)
 
 
 def from_environment(rank: int, world: int) -> Any:

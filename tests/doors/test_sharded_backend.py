@@ -392,7 +392,7 @@ def test_shard_groups_compress_by_name(dimension: str, groups: Any, expected: An
 def around(rank: int, world: int) -> Any:
     """A group of one's own, without names; the other group does not compress, because nobody asked."""
     assert not getattr(group(), "configuration", None) or group().configuration.reduce_scatter is None
-    ours = sidcomp.process_group(
+    ours = sidcomp.backend.process_group(
         dist.new_group(list(range(world))), "int8", min_bytes=1000, reduce_scatter="int8", all_gather="int8"
     )
     train(sharded(DeviceMesh.from_group(ours, "cpu")), rank)
@@ -422,7 +422,7 @@ def test_a_group_around_ones_own() -> None:
 )
 def test_a_wrong_configuration_is_found_at_once(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises((sidcomp.ArgumentError, sidcomp.ParameterError, sidcomp.UnsupportedError), match=said):
-        sidcomp.configure(**{"codec": "int8", **wrong})
+        sidcomp.backend.configure(**{"codec": "int8", **wrong})
 
 
 def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from changing import Changing, Silent, native, shared_store
 from harness import run
 from local_training import KINDS, updates
 from sidcomp import rank_states
+from sidcomp.backend import process_group
+from sidcomp.doors.ddp import register
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
@@ -89,7 +91,7 @@ def configure(group: Any, store: Any, number: int, rank: int, size: int) -> None
 def hooked(rank: int, world: int, make: Callable[[], Any]) -> Any:
     """A program that averages each gradient in a hook, over the group that compresses."""
     store, inner = shared_store(rank, world), make()
-    group = sidcomp.process_group(inner, **COMPRESSED)
+    group = process_group(inner, **COMPRESSED)
     module = network()
     for p in module.parameters():
         p.register_post_accumulate_grad_hook(
@@ -113,14 +115,14 @@ def ddp_hook(rank: int, world: int, codec: str, more: dict[str, Any]) -> Any:
     """DDP's hook over a group whose members change. DDP itself must neither meet the others when it is made,
     nor form its buckets anew."""
     store, inner = shared_store(rank, world), Changing()
-    group = sidcomp.process_group(inner, "off")
+    group = process_group(inner, "off")
     module, state = network(), sidcomp.State(codec, **more)
 
     def begin() -> Callable[[], torch.Tensor]:
         ddp = DistributedDataParallel(
             module, process_group=group, init_sync=False, find_unused_parameters=True
         )
-        sidcomp.register(ddp, state)
+        register(ddp, state)
         return lambda: loss(ddp, rank, STEP[0])
 
     out = phases(rank, store, group, module, begin, lambda: residual(state, module))
@@ -208,7 +210,7 @@ def bereft(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """The second of three ranks ends within a step. What each of the others keeps before that step and, with
     the members that are left, after it; and whether steps are compressed again."""
     store, inner = shared_store(rank, world), Changing()
-    group = sidcomp.process_group(inner, **COMPRESSED)
+    group = process_group(inner, **COMPRESSED)
     module = network()
     for p in module.parameters():
         p.register_post_accumulate_grad_hook(lambda p: group.allreduce([p.grad], average()).wait() and None)
@@ -251,7 +253,7 @@ def test_the_hook_follows_the_members(codec: str, more: dict[str, Any]) -> None:
 def given_by_place(store: Any, rank: int, world: int, codec: str, **more: Any) -> dist.ProcessGroup:
     inner = Silent(native(PrefixStore("inner", store), rank, world))
     here = PrefixStore("ours", store)
-    return sidcomp.process_group(inner, codec, place=lambda: (rank, world, here), **more)
+    return process_group(inner, codec, place=lambda: (rank, world, here), **more)
 
 
 def configured(store: Any, rank: int, world: int) -> Changing:
@@ -264,7 +266,7 @@ def by_hook(group: Any, rank: int) -> torch.Tensor:
     module = network()
     ddp = DistributedDataParallel(module, process_group=group)
     with sidcomp.State(**TOPK) as state:
-        sidcomp.register(ddp, state)
+        register(ddp, state)
         sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
         state.follow(sgd)
         for step in range(8):
@@ -294,22 +296,16 @@ DOORS: dict[str, tuple[Callable[[Any, int], torch.Tensor], dict[str, Callable[[A
         {
             "known": lambda store, rank, world: dist.group.WORLD,
             "unknown": native,
-            "wrapped": lambda store, rank, world: sidcomp.process_group(
-                configured(store, rank, world), "off"
-            ),
+            "wrapped": lambda store, rank, world: process_group(configured(store, rank, world), "off"),
             "by place": lambda store, rank, world: given_by_place(store, rank, world, "off"),
         },
     ),
     "backend": (
         by_backend,
         {
-            "known": lambda store, rank, world: sidcomp.process_group(dist.group.WORLD, **COMPRESSED),
-            "unknown": lambda store, rank, world: sidcomp.process_group(
-                native(store, rank, world), **COMPRESSED
-            ),
-            "wrapped": lambda store, rank, world: sidcomp.process_group(
-                configured(store, rank, world), **COMPRESSED
-            ),
+            "known": lambda store, rank, world: process_group(dist.group.WORLD, **COMPRESSED),
+            "unknown": lambda store, rank, world: process_group(native(store, rank, world), **COMPRESSED),
+            "wrapped": lambda store, rank, world: process_group(configured(store, rank, world), **COMPRESSED),
             "by place": lambda store, rank, world: given_by_place(store, rank, world, **COMPRESSED),
         },
     ),
@@ -348,27 +344,30 @@ def refused(rank: int, world: int) -> dict[str, str]:
 
     def hook(group: Any, *codec: str, **more: Any) -> None:
         ddp = DistributedDataParallel(module, process_group=group)
-        sidcomp.register(ddp, sidcomp.State(*codec, **more))
+        register(ddp, sidcomp.State(*codec, **more))
 
     for kind in KINDS:
         how = {"every": 2, "process_group": unknown}
         note(kind, lambda kind=kind, how=how: updates(kind, module, sgd, sidcomp.State(), **how))
     note("auto", lambda: hook(unknown, "auto"))
     note("exchange", lambda: hook(unknown, "topk", exchange="twoshot"))
-    note("scatter", lambda: sidcomp.process_group(unknown, "int4", reduce_scatter="int8"))
-    note("place", lambda: sidcomp.process_group(dist.group.WORLD, "int4", place=lambda: (0, 1, store)))
+    note("scatter", lambda: process_group(unknown, "int4", reduce_scatter="int8"))
+    note("place", lambda: process_group(dist.group.WORLD, "int4", place=lambda: (0, 1, store)))
     note("other", lambda: hook(unknown, "int4", process_group=native(PrefixStore("b", store), rank, world)))
     silent = Silent(unknown)
-    note("silent", lambda: sidcomp.process_group(silent, "int4").size())
-    note("not configured", lambda: sidcomp.process_group(Changing(), "int4").size())
+    note("silent", lambda: process_group(silent, "int4").size())
+    note("not configured", lambda: process_group(Changing(), "int4").size())
     for what, place in {"rank": (2, 2, store), "store": (rank, world, None), "no tuple": 3}.items():
-        note(what, lambda place=place: sidcomp.process_group(silent, "int4", place=lambda: place).size())
+        note(
+            what,
+            lambda place=place: process_group(silent, "int4", place=lambda: place).size(),
+        )
     managed = Changing()
     managed._manager = None
-    note("managed", lambda: sidcomp.process_group(managed, "int4"))
+    note("managed", lambda: process_group(managed, "int4"))
     state = sidcomp.State("int4")
     ddp = DistributedDataParallel(module, process_group=unknown)
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     note("files", lambda: rank_states.agree_on_run(state))
     state.close()
     return said
@@ -381,12 +380,12 @@ REFUSED = {
     "scatter": "UnsupportedError: .* leave them out",
     "place": "ArgumentError: place: .* leave it out",
     "other": "SetupError: .* give both the same process group",
-    "silent": r"SetupError: Silent is .* give sidcomp.process_group\(group, place=",
+    "silent": r"SetupError: Silent is .* give process_group\(group, place=",
     "not configured": "SetupError: Changing is .* configure it first",
     "rank": r"SetupError: place\(\) returned .* rank 2 of 2",
     "store": r"SetupError: place\(\) returned .* its store is None",
     "no tuple": r"SetupError: place\(\) returned 3: let it return \(rank, size, store\)",
-    "managed": r"SetupError: .* Manager\(pg=sidcomp.process_group",
+    "managed": r"SetupError: .* Manager\(pg=process_group",
     "files": r"SetupError: .* save state.state_dict\(\) of each rank yourself",
 }
 
@@ -404,12 +403,12 @@ def met(rank: int, world: int, absent: bool) -> str:
     store = shared_store(rank, world)
     inner = native(store, rank, world, seconds=3)
     here = PrefixStore("ours", store)
-    group = inner if absent else sidcomp.process_group(Silent(inner), "off", place=lambda: (0, world, here))
+    group = inner if absent else process_group(Silent(inner), "off", place=lambda: (0, world, here))
     said = "nothing"
     if not (absent and rank):
         ddp = DistributedDataParallel(network(), process_group=group, init_sync=False)
         try:
-            sidcomp.register(ddp, sidcomp.State("int4"))
+            register(ddp, sidcomp.State("int4"))
         except (sidcomp.SetupError, sidcomp.ExchangeError) as e:
             said = str(e)
     dist.barrier()
@@ -418,7 +417,7 @@ def met(rank: int, world: int, absent: bool) -> str:
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_absent_member_is_named() -> None:
-    assert "rank 1 has not reached sidcomp.register()" in run(met, 2, True)[0]
+    assert "rank 1 has not reached sidcomp.doors.ddp.register()" in run(met, 2, True)[0]
 
 
 @pytest.mark.filterwarnings("ignore")

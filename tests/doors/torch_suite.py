@@ -45,7 +45,7 @@ def suite(gate: str, backend: str) -> type[unittest.TestCase]:
     )
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    import sidcomp.doors.backend.process_group  # noqa: F401
+    import sidcomp.backend  # noqa: F401
     import torch.distributed as dist
     from torch.testing._internal.distributed import distributed_test as theirs
 

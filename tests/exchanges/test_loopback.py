@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Array
 from reference.formats import MAGIC
-from sidcomp import Loopback, _core
+from sidcomp import _core
+from sidcomp.simulation import Loopback
 
 F32 = np.float32
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 31, 32, 64)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sidcomp
-from sidcomp import Link, Loopback, simulate
+from sidcomp.simulation import Link, Loopback, simulate
 from sidcomp.standalone.simulation import Compute, measure, methods
 from typer.testing import CliRunner
 
@@ -125,11 +125,11 @@ def test_the_planner_chooses_exchanges() -> None:
         made = methods(candidates, world, link, cost, most_bytes=1 << 28)
         assert [m["name"] for m in made] == ["dense", *candidates]
         instance = {"forward_ps": 10_000_000_000, "tensors": tensors, "methods": made}
-        plan = sidcomp.plan(instance, "ldp")
+        plan = sidcomp.planner.plan(instance, "ldp")
         for m in range(4):
             ends = list(range(1, len(tensors) + 1))
             for cut in (ends, [len(tensors)]):
-                other = sidcomp.evaluate(instance, {"ends": cut, "methods": [m] * len(cut)})
+                other = sidcomp.planner.evaluate(instance, {"ends": cut, "methods": [m] * len(cut)})
                 assert plan["time_ps"] <= other["time_ps"]
         chosen[world] = {made[m]["name"] for m in plan["methods"]}
     assert "topk gathered" in chosen[2] and "topk two-shot" not in chosen[2]
@@ -158,7 +158,7 @@ def test_draws_and_prints(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "torus1" in done.stdout and "4096" in done.stdout
     done = CliRunner().invoke(app, ["simulate", "topk", "-n", "1000", "--param", "density=0.1", "--json"])
     rows = json.loads(done.stdout)
-    assert rows[0]["exchange"] == "dense" and {r["world"] for r in rows} == set(sidcomp.simulate(1).worlds)
+    assert rows[0]["exchange"] == "dense" and {r["world"] for r in rows} == set(simulate(1).worlds)
     done = CliRunner().invoke(app, ["simulate", "tokp"])
     assert done.exit_code == 2
 

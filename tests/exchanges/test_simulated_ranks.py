@@ -109,7 +109,7 @@ def test_buckets_are_those_of_ddp() -> None:
 @pytest.mark.parametrize("codec, exchange", [("marsit", "ring1"), ("topk", "twoshot")])
 def test_messages_are_those_of_the_loopback(codec: str, exchange: str) -> None:
     n, _, out = run(codec, groups="model", exchange=exchange)
-    loop = sidcomp.Loopback(WORLD, exchange, codec, n, seed=5)
+    loop = sidcomp.simulation.Loopback(WORLD, exchange, codec, n, seed=5)
     for own, got, sent in out:
         assert torch.equal(loop.step(list(own)), got)
         assert sent == [loop.bytes_per_rank + loop.control_bytes]

@@ -31,6 +31,7 @@ from launched import (
     snapshot,
 )
 from local_training import KINDS, updates
+from sidcomp.doors.ddp import register
 from torch import nn
 
 needs("accelerate")
@@ -109,7 +110,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     with sidcomp.State(**ARGUMENTS) as state:
         accelerator = accelerate.Accelerator(cpu=True)
         model = accelerator.prepare(network())
-        sidcomp.register(model, state)
+        register(model, state)
         model(torch.zeros(1, 20)).sum().backward()
         accelerator.register_for_checkpointing(state)
         accelerator.save_state(own)
@@ -174,7 +175,7 @@ def by_hand() -> list[bool]:
             optimizer = accelerator.prepare(adam)
             if kind is None:
                 module = nn.parallel.DistributedDataParallel(module)
-                sidcomp.register(module, state)
+                register(module, state)
                 state.follow(optimizer, scaler)
                 assert state._engine.rates is not None
                 found.append(state._engine.rates.optimizers == (adam,))

@@ -21,6 +21,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from launched import ARGUMENTS, BATCH, STEPS, as_torchrun, batches, network, optimizer_of, run_frameworks
+from sidcomp.doors.ddp import register
 from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -74,7 +75,7 @@ def by_hand(kind: str) -> Run:
         if kind == "hook":
             wrapped: Any = DistributedDataParallel(module)
             state = sidcomp.State(**ARGUMENTS)
-            sidcomp.register(wrapped, state)
+            register(wrapped, state)
             entries["sidcomp"] = Entries(state)
         else:
             mesh = init_device_mesh("cpu", (world,))

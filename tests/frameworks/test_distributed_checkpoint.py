@@ -28,6 +28,7 @@ from launched import (
     same,
     snapshot,
 )
+from sidcomp.doors.ddp import register
 from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -42,7 +43,7 @@ class Run:
         self.ddp = DistributedDataParallel(network())
         self.optimizer = optimizer_of(self.ddp.parameters())
         self.state = sidcomp.State(**ARGUMENTS)
-        sidcomp.register(self.ddp, self.state)
+        register(self.ddp, self.state)
         self.entries = Entries(self.state, saved_by)
 
     def train(self, first: int, last: int) -> dict[str, torch.Tensor]:

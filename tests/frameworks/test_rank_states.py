@@ -15,13 +15,14 @@ from full_disk import no_more_than
 from harness import run
 from launched import ARGUMENTS, network
 from sidcomp import rank_states
+from sidcomp.doors.ddp import register
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
 def registered() -> tuple[DistributedDataParallel, sidcomp.State]:
     ddp, state = DistributedDataParallel(network()), sidcomp.State(**ARGUMENTS)
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     return ddp, state
 
 

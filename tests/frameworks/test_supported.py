@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 import sidcomp
 import torch
 from harness import run
+from sidcomp.doors.ddp import register
 from sidcomp.local.steps import Updates
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -40,7 +41,7 @@ def train(
 ) -> sidcomp.State:
     """Two steps with sidcomp; the parameters must move and stay finite."""
     own = own or state()
-    sidcomp.register(model, own)
+    register(model, own)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     own.follow(follows or optimizer)
     before = [p.detach().clone() for p in model.parameters()]
@@ -102,7 +103,7 @@ def adam() -> None:
         assert mine.stats()["steps"] == 2
     ddp = DDP(network())
     with sidcomp.State() as own:
-        sidcomp.register(ddp, own)
+        register(ddp, own)
         own.follow(torch.optim.AdamW(ddp.parameters()))
         ddp(torch.ones(4, 8)).square().mean().backward()
         assert {g["codec"] for g in own.stats()["groups"]} == {"int4"}
@@ -176,13 +177,13 @@ def dtensor() -> None:
 
     module, mesh = network(), init_device_mesh("cpu", (2,))
     module[0].weight = nn.Parameter(distribute_tensor(module[0].weight.data, mesh, [Replicate()]))
-    sidcomp.register(DDP(module, init_sync=False), state())
+    register(DDP(module, init_sync=False), state())
 
 
 def mixed_precision() -> None:
     from torch.nn.parallel.distributed import _MixedPrecision
 
-    sidcomp.register(DDP(network(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)), state())
+    register(DDP(network(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)), state())
 
 
 def optimizer_in_backward() -> None:
@@ -190,7 +191,7 @@ def optimizer_in_backward() -> None:
 
     module = network()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    sidcomp.register(DDP(module), state())
+    register(DDP(module), state())
 
 
 def python_reducer() -> None:
@@ -199,21 +200,21 @@ def python_reducer() -> None:
     before = torch._dynamo.config.optimize_ddp
     torch._dynamo.config.optimize_ddp = "python_reducer"
     try:
-        sidcomp.register(DDP(network()), state())
+        register(DDP(network()), state())
     finally:
         torch._dynamo.config.optimize_ddp = before
 
 
 def second_hook() -> None:
     ddp = DDP(network())
-    sidcomp.register(ddp, state())
-    sidcomp.register(ddp, state())
+    register(ddp, state())
+    register(ddp, state())
 
 
 def joined() -> None:
     ddp = DDP(network())
     own = state()
-    sidcomp.register(ddp, own)
+    register(ddp, own)
     with ddp.join():
         ddp(torch.ones(4, 8)).sum().backward()
 
@@ -221,24 +222,24 @@ def joined() -> None:
 def parametrized(parameter: Tensor) -> None:
     module = network()
     module.register_parameter("more", nn.Parameter(parameter))
-    sidcomp.register(DDP(module), state())
+    register(DDP(module), state())
 
 
 REFUSALS: dict[str, Callable[[], object]] = {
     "FSDP1, `fsdp.register_comm_hook(state, sidcomp.hook)`": fsdp_hook,
-    "FSDP1 in `register`": lambda: sidcomp.register(fsdp(), state()),
-    "DataParallel": lambda: sidcomp.register(nn.DataParallel(network()), state()),  # type: ignore[arg-type]
+    "FSDP1 in `register`": lambda: sidcomp.doors.ddp.register(fsdp(), state()),
+    "DataParallel": lambda: sidcomp.doors.ddp.register(nn.DataParallel(network()), state()),  # type: ignore[arg-type]
     "DTensor parameters in DDP": dtensor,
     "`DDP(mixed_precision=...)`": mixed_precision,
-    "`DDP(skip_all_reduce_unused_params=True)`": lambda: sidcomp.register(
+    "`DDP(skip_all_reduce_unused_params=True)`": lambda: sidcomp.doors.ddp.register(
         DDP(network(), skip_all_reduce_unused_params=True), state()
     ),
     "an optimizer in the backward pass": optimizer_in_backward,
     "torch.compile's python reducer": python_reducer,
     "a second hook": second_hook,
-    "sparse gradients": lambda: sidcomp.register(DDP(nn.Embedding(8, 4, sparse=True)), state()),
+    "sparse gradients": lambda: sidcomp.doors.ddp.register(DDP(nn.Embedding(8, 4, sparse=True)), state()),
     "complex parameters": lambda: parametrized(torch.zeros(4, dtype=torch.complex64)),
-    "a module that was converted after it was wrapped": lambda: sidcomp.register(
+    "a module that was converted after it was wrapped": lambda: sidcomp.doors.ddp.register(
         DDP(network()).bfloat16(), state()
     ),
     "float64 gradients": lambda: train(DDP(network().double()), x=torch.ones(4, 8).double()),

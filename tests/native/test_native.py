@@ -31,6 +31,7 @@ from sidcomp.autotune.codec_benchmark import Candidate, Gradients
 from sidcomp.autotune.exchange_benchmark import DeviceTravelling, Travelling
 from sidcomp.config import exchange_choice
 from sidcomp.config.exchange_choice import ExchangeChoice
+from sidcomp.doors.ddp import register
 from sidcomp.runtime import nccl
 from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.group import Group
@@ -72,7 +73,7 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.state = sidcomp.State(**arguments)
         self.lane = emulate(self.state) if lane else None
-        sidcomp.register(self.ddp, self.state)
+        register(self.ddp, self.state)
         self.rng = torch.Generator().manual_seed(100 + rank)
 
     def step(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 import sidcomp
 import typer
 from sidcomp.cli.app import app
+from sidcomp.config.registry import Codec
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ def test_the_list_names_every_codec_memory_and_parameter() -> None:
 
 
 @pytest.mark.parametrize("codec", sidcomp.codecs(), ids=lambda c: c.name)
-def test_the_page_of_a_codec_holds_all_of_its_entry(codec: sidcomp.Codec) -> None:
+def test_the_page_of_a_codec_holds_all_of_its_entry(codec: Codec) -> None:
     text = run("codecs", codec.name).stdout
     for part in (codec.doc, codec.paper, codec.family, str(codec.wire_id), *codec.traits):
         assert part in text
@@ -59,7 +60,7 @@ def test_the_page_of_a_codec_holds_all_of_its_entry(codec: sidcomp.Codec) -> Non
 
 
 @pytest.mark.parametrize("codec", sidcomp.codecs(), ids=lambda c: c.name)
-def test_the_call_on_a_codecs_page_works(codec: sidcomp.Codec) -> None:
+def test_the_call_on_a_codecs_page_works(codec: Codec) -> None:
     pytest.importorskip("torch")
     line = run("codecs", codec.name).stdout.splitlines()[-1]
     assert line.startswith("sidcomp.State(")

@@ -200,7 +200,7 @@ def draw_bench(path: Path) -> None:
 
 def draw_simulation(path: Path) -> None:
     pytest.importorskip("matplotlib")
-    sidcomp.simulate(64, worlds=[2, 4]).plot(path)
+    sidcomp.simulation.simulate(64, worlds=[2, 4]).plot(path)
 
 
 def trace(path: Path) -> None:

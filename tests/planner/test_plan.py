@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sidcomp import _core
 from sidcomp.cli.app import app
-from sidcomp.planner import fusion, mergecomp
+from sidcomp.planner import evaluate, fusion, mergecomp
 from typer.testing import CliRunner
 
 Instance = dict[str, Any]
@@ -147,7 +147,7 @@ def check(made: Instance, plan: dict[str, Any]) -> None:
     assert ends == sorted(set(ends)) and ends[0] > 0 and ends[-1] == len(made["tensors"])
     assert len(plan["methods"]) == len(timeline) == len(ends)
     assert plan["time_ps"] == reference.evaluate(made, ends, plan["methods"])
-    assert plan["time_ps"] == sidcomp.evaluate(made, plan)["time_ps"]
+    assert plan["time_ps"] == evaluate(made, plan)["time_ps"]
     assert plan["lower_bound_ps"] <= plan["time_ps"]
     if plan["exact"]:
         assert plan["lower_bound_ps"] == plan["time_ps"]
@@ -162,7 +162,7 @@ def test_evaluate_is_the_reference(seed: int, n: int, methods: int) -> None:
     rng = random.Random(seed)
     made = constrain(rng, general(rng, n, methods))
     ends, which = some_plan(rng, made)
-    done = sidcomp.evaluate(made, {"ends": ends, "methods": which})
+    done = evaluate(made, {"ends": ends, "methods": which})
     assert done["time_ps"] == reference.evaluate(made, ends, which)
     check_timeline(made, done)
 
@@ -202,7 +202,7 @@ def affine_cases(each: int, largest: int) -> Iterator[Instance]:
 
 def pg_is_brute_force(each: int, largest: int) -> None:
     for made in affine_cases(each, largest):
-        plan = sidcomp.plan(made, "pg")
+        plan = sidcomp.planner.plan(made, "pg")
         check(made, plan)
         assert plan["exact"]
         assert plan["time_ps"] == reference.brute_force(made)
@@ -215,7 +215,7 @@ def ldp_is_brute_force(count: int, largest: int) -> None:
         made = general(rng, rng.randint(1, largest - methods), methods)
         if i % 3 == 0:
             constrain(rng, made)
-        plan = sidcomp.plan(made, "ldp", thin_ps=0)
+        plan = sidcomp.planner.plan(made, "ldp", thin_ps=0)
         check(made, plan)
         assert plan["exact"]
         assert plan["time_ps"] == reference.brute_force(made)
@@ -261,7 +261,7 @@ def not_unimodal() -> Instance:
 
 
 def time_of(made: Instance, algorithm: str, **options: int) -> int:
-    plan = sidcomp.plan(made, algorithm, **options)
+    plan = sidcomp.planner.plan(made, algorithm, **options)
     check(made, plan)
     return int(plan["time_ps"])
 
@@ -319,7 +319,7 @@ def test_cupcakes_prunings_change_the_work_alone() -> None:
     work = [0, 0, 0, 0]
     for _ in range(60):
         made = affine(rng, rng.randint(2, 9), rng.choice(list(FAMILIES)))
-        plans = [sidcomp.plan(made, "cupcake-repaired", prunings=p) for p in range(4)]
+        plans = [sidcomp.planner.plan(made, "cupcake-repaired", prunings=p) for p in range(4)]
         assert {p["time_ps"] for p in plans} == {reference.brute_force(made)}
         assert plans[0]["work"] >= 2 ** (len(made["tensors"]) - 1)
         work = [w + p["work"] for w, p in zip(work, plans, strict=True)]
@@ -344,7 +344,7 @@ def run_search(made: Instance, Y: int, alpha: float) -> tuple[list[int], list[li
     while True:
         asked.append(ends)
         try:
-            ends = steps.send(sidcomp.evaluate(made, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
+            ends = steps.send(evaluate(made, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
         except StopIteration as stop:
             return stop.value, asked
 
@@ -356,7 +356,7 @@ def test_the_measured_search_is_the_one_on_the_model(Y: int) -> None:
         made = affine(rng, rng.randint(1, 11), rng.choice(list(FAMILIES)))
         alpha = rng.choice([0, 10, 100])
         ends, asked = run_search(made, Y, alpha / 1000)
-        plan = sidcomp.plan(made, "mergecomp", groups=max(2, Y), alpha_permille=alpha)
+        plan = sidcomp.planner.plan(made, "mergecomp", groups=max(2, Y), alpha_permille=alpha)
         if Y > 1:
             assert plan["ends"] == ends
             by_all = reference.mergecomp(time_in(made), len(made["tensors"]), Y, alpha)
@@ -383,7 +383,7 @@ def test_every_algorithm_plans_what_it_says(algorithm: str) -> None:
         made = mixed(rng, rng.randint(1, 9), rng.randint(1, 3))
         if i % 3 == 0:
             constrain(rng, made)
-        check(made, sidcomp.plan(made, algorithm))
+        check(made, sidcomp.planner.plan(made, algorithm))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -391,8 +391,8 @@ def test_a_later_start_changes_nothing_else(algorithm: str) -> None:
     rng = random.Random(7)
     for _ in range(10):
         made = mixed(rng, rng.randint(1, 9))
-        plan = sidcomp.plan(made, algorithm)
-        later = sidcomp.plan({**made, "forward_ps": made["forward_ps"] + 10**12}, algorithm)
+        plan = sidcomp.planner.plan(made, algorithm)
+        later = sidcomp.planner.plan({**made, "forward_ps": made["forward_ps"] + 10**12}, algorithm)
         assert later["time_ps"] == plan["time_ps"] + 10**12
         assert (later["ends"], later["methods"]) == (plan["ends"], plan["methods"])
 
@@ -411,7 +411,7 @@ def test_the_names_of_tensors_and_methods_change_nothing() -> None:
     other = json.loads(json.dumps(made))
     for i, named in enumerate([*other["tensors"], *other["methods"]]):
         named["name"] = f"x{-i}"
-    assert sidcomp.plan(made, "ldp") == sidcomp.plan(other, "ldp")
+    assert sidcomp.planner.plan(made, "ldp") == sidcomp.planner.plan(other, "ldp")
 
 
 def test_never_above_the_dense_optimum_or_the_plan_in_use() -> None:
@@ -423,7 +423,7 @@ def test_never_above_the_dense_optimum_or_the_plan_in_use() -> None:
             continue
         in_use = reference.evaluate(made, ends, methods)
         options = {"thin_ps": rng.choice([0, 20, 10**6]), "work_limit": rng.choice([1, 10**6])}
-        plan = sidcomp.plan(made, "ldp", in_use={"ends": ends, "methods": methods}, **options)
+        plan = sidcomp.planner.plan(made, "ldp", in_use={"ends": ends, "methods": methods}, **options)
         check(made, plan)
         assert plan["time_ps"] <= in_use
         assert plan["time_ps"] <= reference.brute_force(made, [DENSE])
@@ -436,12 +436,12 @@ def test_plans_for_wrong_costs_are_safe_and_repeatable(algorithm: str) -> None:
     for _ in range(30):
         made = constrain(rng, mixed(rng, rng.randint(1, 9)))
         options = {"scenarios": 8, "scenario_permille": 500, "seed": rng.randrange(1 << 40)}
-        sure = sidcomp.plan(made, algorithm)
-        robust = sidcomp.plan(made, algorithm, in_use=sure, **options)
+        sure = sidcomp.planner.plan(made, algorithm)
+        robust = sidcomp.planner.plan(made, algorithm, in_use=sure, **options)
         check(made, robust)
-        assert robust == sidcomp.plan(made, algorithm, in_use=sure, **options)
+        assert robust == sidcomp.planner.plan(made, algorithm, in_use=sure, **options)
         assert robust["time_ps"] == sure["time_ps"]  # never slower than the plan in use
-        free = sidcomp.plan(made, algorithm, **options)
+        free = sidcomp.planner.plan(made, algorithm, **options)
         check(made, free)
         assert free["time_ps"] <= reference.brute_force(made, [DENSE])
         differ += free["ends"] != sure["ends"]
@@ -452,7 +452,7 @@ def test_plans_for_wrong_costs_are_safe_and_repeatable(algorithm: str) -> None:
 def test_one_tensor(algorithm: str) -> None:
     made = instance([5], [7], line(2, 1), line(3, 1), forward_ps=11)
     made["methods"].insert(DENSE, {"name": "dense", "encode": None, "exchange": line(3, 9), "decode": None})
-    plan = sidcomp.plan(made, algorithm)
+    plan = sidcomp.planner.plan(made, algorithm)
     check(made, plan)
     assert plan["ends"] == [1]
     assert plan["time_ps"] == 11 + 5 + (66 if plan["methods"] == [DENSE] else 9 + 10)
@@ -463,7 +463,7 @@ def test_five_thousand_tensors(algorithm: str) -> None:
     made = affine(random.Random(11), 5000, "ordinary")
     made["methods"].insert(DENSE, {"name": "dense", "encode": None, "exchange": line(3, 9), "decode": None})
     options = {"work_limit": 100_000} if "work_limit" in options_of(algorithm) else {}
-    plan = sidcomp.plan(made, algorithm, **options)
+    plan = sidcomp.planner.plan(made, algorithm, **options)
     assert plan["ends"][-1] == 5000
     assert plan["time_ps"] == reference.evaluate(made, plan["ends"], plan["methods"])
 
@@ -481,7 +481,7 @@ def test_large_numbers_do_not_overflow() -> None:
         made = instance([rng.randint(0, 2**54) for _ in range(n)], sizes, slope, slope)
         for ends in reference.partitions(n):
             methods = [0] * len(ends)
-            done = sidcomp.evaluate(made, {"ends": ends, "methods": methods})
+            done = evaluate(made, {"ends": ends, "methods": methods})
             assert done["time_ps"] == reference.evaluate(made, ends, methods)
 
 
@@ -542,21 +542,21 @@ def broken(path: str, value: Any) -> Instance:
 )
 def test_bad_instances_are_refused_by_name(path: str, value: Any, message: str) -> None:
     with pytest.raises(sidcomp.ArgumentError, match=message):
-        sidcomp.plan(broken(path, value))
+        sidcomp.planner.plan(broken(path, value))
 
 
 def test_unknown_names_are_refused_with_those_that_there_are() -> None:
     made = instance([1], [4], None, [[0, 1]])
     with pytest.raises(sidcomp.ArgumentError, match=r"unknown algorithm 'best'; there are: .*\bpg\b"):
-        sidcomp.plan(made, "best")
+        sidcomp.planner.plan(made, "best")
     with pytest.raises(sidcomp.ArgumentError, match=r"even has no option 'length'; it has: .*groups"):
-        sidcomp.plan(made, "even", length=2)
+        sidcomp.planner.plan(made, "even", length=2)
 
 
 def test_overlap_and_slowdown_exclude_each_other() -> None:
     both = broken("overlap_permille", 10) | {"stolen_permille": 10}
     with pytest.raises(sidcomp.ArgumentError, match="overlap_permille and stolen_permille are both given"):
-        sidcomp.plan(both)
+        sidcomp.planner.plan(both)
 
 
 @pytest.mark.parametrize(
@@ -576,7 +576,7 @@ def test_overlap_and_slowdown_exclude_each_other() -> None:
 )
 def test_bad_plans_are_refused_by_name(plan: Any, message: str) -> None:
     with pytest.raises(sidcomp.ArgumentError, match=message):
-        sidcomp.evaluate(general(random.Random(13), 4, 2), plan)
+        evaluate(general(random.Random(13), 4, 2), plan)
 
 
 @pytest.mark.parametrize(
@@ -594,16 +594,16 @@ def test_bad_requests_are_refused_by_name(algorithm: str, options: dict[str, Any
     for method in made["methods"]:
         method["encode"] = [[0, 1]]
     with pytest.raises(sidcomp.ArgumentError, match=message):
-        sidcomp.plan(made, algorithm, **options)
+        sidcomp.planner.plan(made, algorithm, **options)
 
 
 def test_files_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(sidcomp.ArgumentError, match=r"cannot read the instance .*nosuch.json"):
-        sidcomp.plan(tmp_path / "nosuch.json")
+        sidcomp.planner.plan(tmp_path / "nosuch.json")
     bad = tmp_path / "bad.json"
     bad.write_text('{"forward_ps": ')
     with pytest.raises(sidcomp.ArgumentError, match=r"bad.json is not JSON: .* line 1 column 16"):
-        sidcomp.plan(bad)
+        sidcomp.planner.plan(bad)
 
 
 # ---- JSON, hash, command -----------------------------------------------------------------------------------
@@ -618,21 +618,21 @@ def saved(tmp_path: Path) -> Path:
 
 def test_dictionary_text_and_file_are_one(saved: Path) -> None:
     made = json.loads(saved.read_text())
-    plan = sidcomp.plan(made, "ldp")
-    assert plan == sidcomp.plan(saved, "ldp") == sidcomp.plan(str(saved), "ldp")
-    assert plan == sidcomp.plan(saved.read_text(), "ldp")
+    plan = sidcomp.planner.plan(made, "ldp")
+    assert plan == sidcomp.planner.plan(saved, "ldp") == sidcomp.planner.plan(str(saved), "ldp")
+    assert plan == sidcomp.planner.plan(saved.read_text(), "ldp")
     assert json.loads(json.dumps(plan)) == plan
-    assert sidcomp.evaluate(saved, json.loads(json.dumps(plan)))["timeline"] == plan["timeline"]
+    assert evaluate(saved, json.loads(json.dumps(plan)))["timeline"] == plan["timeline"]
 
 
 def test_optional_fields_may_be_left_out() -> None:
     made = affine(random.Random(15), 5, "ordinary")
     short = {k: made[k] for k in ("forward_ps", "tensors", "methods")}
-    assert sidcomp.plan(short) == sidcomp.plan(made)
+    assert sidcomp.planner.plan(short) == sidcomp.planner.plan(made)
 
 
 def test_the_hash_is_of_what_the_ranks_must_share(saved: Path) -> None:
-    plan = sidcomp.plan(saved)
+    plan = sidcomp.planner.plan(saved)
     one = fusion.plan_hash(plan)
     assert one == fusion.plan_hash({**plan, "time_ps": 1, "algorithm": "other"})
     assert one != fusion.plan_hash({**plan, "methods": [1 - m for m in plan["methods"]]})
@@ -645,7 +645,7 @@ def command(*args: object) -> Any:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_command_prints_the_plan(saved: Path, algorithm: str) -> None:
-    plan = sidcomp.plan(saved, algorithm)
+    plan = sidcomp.planner.plan(saved, algorithm)
     done = command(saved, "--algorithm", algorithm, "--json")
     assert (done.exit_code, json.loads(done.stdout)) == (0, plan)
     text = command(saved, "--algorithm", algorithm).stdout
@@ -738,4 +738,4 @@ def test_the_instance_on_the_page_is_one() -> None:
     block = re.search(r"^```json\n(.*?)\n```$", page, re.M | re.S)
     assert block is not None
     assert fusion.load(block[1]) == json.loads(block[1])
-    check(json.loads(block[1]), sidcomp.plan(block[1], "ldp"))
+    check(json.loads(block[1]), sidcomp.planner.plan(block[1], "ldp"))

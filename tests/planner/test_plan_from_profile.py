@@ -34,7 +34,7 @@ def test_the_plan_explains_the_measured_step(algorithm: str, tmp_path: Path) -> 
     isolated = {**profile.instance(), "stolen_permille": 100}
     fitted = profile.fitted_instance()
     assert fusion.evaluate(fitted, found)["time_ps"] == found["time_ps"]
-    assert found["time_ps"] == sidcomp.plan(fitted, algorithm)["time_ps"]
+    assert found["time_ps"] == sidcomp.planner.plan(fitted, algorithm)["time_ps"]
     if algorithm == "dense":
         assert found["time_ps"] > fusion.evaluate(isolated, found)["time_ps"]
     assert fitted["stolen_permille"] == 100

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import run
 from sidcomp.config.settings import Settings
+from sidcomp.doors.ddp import register
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.step import Step
@@ -76,7 +77,7 @@ def both(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> None:
     module = Given()
     ddp = DistributedDataParallel(module)
     state = sidcomp.State(codec, groups=groups, **arguments)
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     door = Named(codec, groups=[BUCKETS[0] + BUCKETS[1], BUCKETS[2]], **arguments)
     for step in range(STEPS):
         given = gradients(rank, step)

@@ -228,11 +228,11 @@ def test_average_loses_nothing(codec: dict[str, Any], far: float) -> None:
 
 
 def test_the_step_sizes_of_marsits_theorem() -> None:
-    sizes = sidcomp.marsit_step_sizes(ranks=4, steps=10_000, elements=1_000_000)
+    sizes = sidcomp.simulation.marsit_step_sizes(ranks=4, steps=10_000, elements=1_000_000)
     assert sizes.local == pytest.approx(0.02) and sizes.global_ == pytest.approx(1e-5)
     assert sizes.eta_s == pytest.approx(5e-4)
     state = sidcomp.preset("marsit", eta_s=sizes.eta_s)
     assert state.settings.candidates[0].parameters["eta_s"] == sizes.eta_s
     for wrong in ({"ranks": 0}, {"steps": float("nan")}, {"elements": "many"}):
         with pytest.raises(sidcomp.ArgumentError, match=next(iter(wrong))):
-            sidcomp.marsit_step_sizes(**{"ranks": 4, "steps": 10, "elements": 10, **wrong})  # type: ignore[arg-type]
+            sidcomp.simulation.marsit_step_sizes(**{"ranks": 4, "steps": 10, "elements": 10, **wrong})  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from harness import run
 from local_training import backward, network, updates
 from sidcomp import _core
+from sidcomp.doors.ddp import register
 from sidcomp.runtime import point_to_point
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -43,9 +44,9 @@ class Door:
         self.local: Any = None
         if door == "hook":
             self.wrapper = DistributedDataParallel(module)
-            sidcomp.register(self.wrapper, sidcomp.State(codec, **more))
+            register(self.wrapper, sidcomp.State(codec, **more))
         elif door == "backend":
-            group = sidcomp.process_group(dist.group.WORLD, codec, min_bytes=64, **more)
+            group = sidcomp.backend.process_group(dist.group.WORLD, codec, min_bytes=64, **more)
             self.wrapper = DistributedDataParallel(module, process_group=group)
         elif door == "replicate":
             wrapped(module, replicate, init_device_mesh("cpu", (world,), mesh_dim_names=("replicate",)))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import sidcomp
 from sidcomp.config import accuracy
+from sidcomp.doors.optimizer_check import check_optimizer
 
 torch = pytest.importorskip("torch")
 
@@ -40,7 +41,7 @@ def test_momentum_twice_is_refused(
 ) -> None:
     state = sidcomp.State("topk", memory=memory)
     with pytest.raises(sidcomp.SetupError) as caught:
-        sidcomp.check_optimizer(state, optimizer(kind, **arguments))
+        check_optimizer(state, optimizer(kind, **arguments))
     for word in (memory, kind.__name__, "residual", *words):
         assert word in str(caught.value)
 
@@ -53,7 +54,7 @@ def test_an_optimizer_without_momentum_is_fine(
     memory: str, kind: Any, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "sidcomp"):
-        sidcomp.check_optimizer(sidcomp.State("topk", memory=memory), optimizer(kind, **arguments))
+        check_optimizer(sidcomp.State("topk", memory=memory), optimizer(kind, **arguments))
     assert all("With Adam" in r.getMessage() for r in caplog.records)
 
 
@@ -61,8 +62,8 @@ def test_an_optimizer_without_momentum_is_fine(
 def test_memories_that_leave_momentum_to_the_optimizer(memory: str, caplog: pytest.LogCaptureFixture) -> None:
     state = sidcomp.State("int8", memory=memory)
     with caplog.at_level(logging.WARNING, "sidcomp"):
-        sidcomp.check_optimizer(state, optimizer(SGD, momentum=0.9, weight_decay=0.1), clip_grad_norm=1.0)
-        sidcomp.check_optimizer(state, optimizer(Adam))
+        check_optimizer(state, optimizer(SGD, momentum=0.9, weight_decay=0.1), clip_grad_norm=1.0)
+        check_optimizer(state, optimizer(Adam))
     assert not caplog.records
 
 
@@ -70,18 +71,18 @@ def test_every_group_of_parameters_is_looked_at() -> None:
     groups = [{"params": [torch.zeros(1, requires_grad=True)]}, {"params": [], "momentum": 0.9}]
     groups[1]["params"] = [torch.ones(1, requires_grad=True)]
     with pytest.raises(sidcomp.SetupError, match=r"momentum=0\.9"):
-        sidcomp.check_optimizer(sidcomp.State("topk", memory="dgc"), SGD(groups, lr=0.1))
+        check_optimizer(sidcomp.State("topk", memory="dgc"), SGD(groups, lr=0.1))
 
 
 def test_every_optimizer_of_a_list_is_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     plain, heavy = optimizer(SGD), optimizer(SGD, momentum=0.9)
     for several in ([plain, heavy], (heavy, plain)):
         with pytest.raises(sidcomp.SetupError, match=r"momentum=0\.9"):
-            sidcomp.check_optimizer(sidcomp.State("topk", memory="dgc"), several)
+            check_optimizer(sidcomp.State("topk", memory="dgc"), several)
     adam = optimizer(Adam)
     state = sidcomp.State("topk")
     with caplog.at_level(logging.WARNING, "sidcomp"):
-        sidcomp.check_optimizer(state, [plain, adam])
+        check_optimizer(state, [plain, adam])
         assert len(caplog.records) == 1
         state.follow([plain, adam])  # both have been checked
     assert len(caplog.records) == 1
@@ -93,14 +94,14 @@ def test_what_is_no_optimizer_is_named(wrong: Any) -> None:
     wrong, one = ([optimizer(SGD), "x"], "x") if wrong == "list" else (wrong, wrong)
     one = None if wrong == [None] else one
     with pytest.raises(sidcomp.ArgumentError) as caught:
-        sidcomp.check_optimizer(state, wrong)
+        check_optimizer(state, wrong)
     assert f"optimizer={one!r}: give " in str(caught.value)
 
 
 def test_what_is_no_state_is_named() -> None:
     for wrong in ("topk", None, sidcomp.State):
         with pytest.raises(sidcomp.ArgumentError) as caught:
-            sidcomp.check_optimizer(wrong, optimizer(SGD))  # type: ignore[arg-type]
+            check_optimizer(wrong, optimizer(SGD))  # type: ignore[arg-type]
         assert f"state={wrong!r}: give a sidcomp.State" in str(caught.value)
 
 
@@ -108,7 +109,7 @@ def test_what_fights_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     def texts(memory: str, clip: float | None = None, **arguments: Any) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "sidcomp"):
-            sidcomp.check_optimizer(sidcomp.State("topk", memory=memory), optimizer(SGD, **arguments), clip)
+            check_optimizer(sidcomp.State("topk", memory=memory), optimizer(SGD, **arguments), clip)
         return [r.getMessage() for r in caplog.records]
 
     assert (
@@ -183,7 +184,7 @@ def test_adam_beside_a_sparse_codec_is_told_of(
 ) -> None:
     state = sidcomp.State(codec)
     with caplog.at_level(logging.WARNING, logger="sidcomp"):
-        sidcomp.check_optimizer(state, optimizer(kind))
+        check_optimizer(state, optimizer(kind))
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == told and all("With Adam" in s and s.startswith(kind.__name__) for s in said)
 
@@ -198,5 +199,5 @@ def test_the_loss_beside_adam_is_the_measured_one(
         caplog.clear()
         monkeypatch.setattr(accuracy, "ADAPTIVE", table)
         with caplog.at_level(logging.WARNING, logger="sidcomp"):
-            sidcomp.check_optimizer(sidcomp.State("topk"), optimizer(Adam))
+            check_optimizer(sidcomp.State("topk"), optimizer(Adam))
         assert [f"rose by up to {figure} %." in r.getMessage() for r in caplog.records] == [True]

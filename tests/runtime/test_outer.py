@@ -783,7 +783,7 @@ def codec_over(exchange: str, world: int) -> tuple[str, dict[str, Any]]:
     node = node if world % 2 == 0 else {}
     for codec in sidcomp.codecs():
         try:
-            sidcomp.Loopback(world, exchange, codec.name, n=256, **node)
+            sidcomp.simulation.Loopback(world, exchange, codec.name, n=256, **node)
             settings = sidcomp.State(codec.name, exchange=exchange, **node).settings
         except sidcomp.SidcompError:
             continue
@@ -803,7 +803,7 @@ def over(rank: int, world: int, exchange: str, codec: str, more: dict[str, Any])
         (v,) = updates("outer", ours, of_ours, state, every=EVERY, lr=0.5, momentum=0.6).vectors
         order = [named[name] for name in v.names]  # as the group has them
         point = torch.cat([p.detach().flatten() for p in order])
-        loopback = sidcomp.Loopback(world, exchange, codec, n=len(point), **more)
+        loopback = sidcomp.simulation.Loopback(world, exchange, codec, n=len(point), **more)
         u = torch.zeros_like(point)
         for step in range(5 * EVERY):
             for module in (model, ours):

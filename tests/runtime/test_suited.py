@@ -13,6 +13,8 @@ import sidcomp
 import torch
 from harness import run
 from sidcomp.config import accuracy
+from sidcomp.doors.ddp import register, rewrap
+from sidcomp.doors.optimizer_check import check_optimizer
 from sidcomp.local.steps import Updates
 from sidcomp.runtime.optimizer_watch import Unfollowed
 from torch import nn
@@ -133,7 +135,7 @@ def trained(rank: int, world: int, kind: str, stop: int) -> tuple[list[str], boo
         ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 1)))
         optimizer = {"Adam": Adam, "SGD": SGD}[kind](ddp.parameters(), lr=0.01)
         with sidcomp.State() as state:
-            sidcomp.register(ddp, state)
+            register(ddp, state)
             if saved is not None:
                 ddp.module.load_state_dict(saved["module"])
                 optimizer.load_state_dict(saved["optimizer"])
@@ -198,11 +200,11 @@ def unfollowed(rank: int, world: int, how: str, named: dict[str, Any]) -> list[s
     state = sidcomp.State(**named)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sidcomp.register(ddp, state)
+        register(ddp, state)
         if how == "followed":
             state.follow(optimizer)
         if how == "checked":
-            sidcomp.check_optimizer(state, optimizer)
+            check_optimizer(state, optimizer)
         for _ in range(4):
             ddp(torch.randn(8, 20)).square().mean().backward()
             other.step()
@@ -268,20 +270,20 @@ def later(rank: int, world: int) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with sidcomp.State() as state:
-            sidcomp.register(ddp, state)
+            register(ddp, state)
             step(ddp)
-            ddp = sidcomp.rewrap(ddp, state)
+            ddp = rewrap(ddp, state)
             assert not _global_optimizer_pre_hooks
             step(ddp)
         with sidcomp.State() as state:
             ddp = DistributedDataParallel(ddp.module)
-            sidcomp.register(ddp, state)
+            register(ddp, state)
             state.follow(adam)
             step(ddp)
             saved = state.state_dict()
         with sidcomp.State() as state:
             ddp = DistributedDataParallel(ddp.module)
-            sidcomp.register(ddp, state)
+            register(ddp, state)
             state.load_state_dict(saved)
             step(ddp)
             assert {g["codec"] for g in state.stats()["groups"]} == {"int4"}
@@ -296,7 +298,7 @@ def strictly(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(MODEL())
     adam = AdamW(ddp.parameters(), lr=0.01)
     state = sidcomp.State()
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     ddp(torch.ones(8, 20)).square().mean().backward()
     before = [p.detach().clone() for p in ddp.parameters()]
     with sidcomp.strict(), pytest.raises(sidcomp.StrictError, match=r"state\.follow"):
@@ -316,7 +318,7 @@ def collected(rank: int, world: int) -> None:
     it."""
     ddp = DistributedDataParallel(MODEL())
     state = sidcomp.State()
-    sidcomp.register(ddp, state)
+    register(ddp, state)
     ddp(torch.ones(8, 20)).square().mean().backward()
     alive = state._finalizer
     sgd = SGD(ddp.parameters(), lr=0.01)
@@ -329,7 +331,7 @@ def collected(rank: int, world: int) -> None:
     Adam(MODEL().parameters()).step()
     other = DistributedDataParallel(MODEL())
     with sidcomp.State() as state:
-        sidcomp.register(other, state)
+        register(other, state)
         assert hook not in _global_optimizer_pre_hooks.values()
         assert len([h for h in _global_optimizer_pre_hooks.values() if isinstance(h, Unfollowed)]) == 1
         other(torch.ones(8, 20)).square().mean().backward()

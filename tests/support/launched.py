@@ -18,6 +18,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import context, run
+from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -114,7 +115,7 @@ def plain_loop(rank: int, world: int) -> dict[str, Tensor]:
     """The parameters and this rank's residuals after all epochs, with DDP and sidcomp alone."""
     ddp = DistributedDataParallel(network())
     with sidcomp.State(**ARGUMENTS) as state:
-        sidcomp.register(ddp, state)
+        register(ddp, state)
         optimizer = optimizer_of(ddp.parameters())
         state.follow(optimizer)
         loader = batches(rank, world)

@@ -35,8 +35,7 @@ class Ending:
         if not steps:
             notices.warn(
                 f"{self.what} {how} after 0 steps: no gradient has reached it, and nothing was compressed. "
-                "Register it with the model that trains: sidcomp.register(ddp, state), or "
-                "sidcomp.fsdp.compress(model, state)",
+                "Register it with the model that trains: sidcomp.compress(model, optimizer)",
                 rank,
                 raises=raises,
             )

@@ -112,7 +112,7 @@ def explain(p: Engine) -> str:
             f"{then}: it {'stayed' if one['kept'] else 'was given up'}",
         )
     if r["rewrapped_ps"] is not None and r["rewrapped_ps"] < 0.97 * m:
-        row("with DDP's buckets as groups", r["rewrapped_ps"], "predicted: ddp = sidcomp.rewrap(ddp, state)")
+        row("with DDP's buckets as groups", r["rewrapped_ps"], "predicted: ddp = run.rewrap()")
     lines.append(
         f"  search: {r['finding_steps']} steps, {r['finding_seconds']:.1f} s more than as many steps now"
     )
@@ -165,7 +165,7 @@ def _table(groups: list[dict[str, Any]]) -> list[str]:
 
 
 def timelines(p: Engine) -> dict[str, list[dict[str, Any]] | None]:
-    """The predicted and the last measured iteration, in ps, as timelines of `sidcomp.plan`. Nothing is
+    """The predicted and the last measured iteration, in ps, as timelines of `planner.plan`. Nothing is
     predicted where nothing is planned."""
     plan = p.tuner.report.plan if isinstance(p.tuner, Controller) and p.regime.rule != "bucket" else None
     predicted = plan["timeline"] if plan is not None else None

@@ -137,7 +137,7 @@ soon = timedelta(seconds=30)
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2, timeout=soon)
 ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
 state = sidcomp.State()
-sidcomp.register(ddp, state)
+ddp.register_comm_hook(state, sidcomp.hook)
 for _ in range(3):
     ddp(torch.randn(4, 64)).square().sum().backward()
 state.close()

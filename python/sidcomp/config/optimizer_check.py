@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def check(
     settings: "Settings", optimizer: "Optimizer", clip_grad_norm: float | None = None, rank: int = 0
 ) -> None:
-    """See `sidcomp.check_optimizer`. rank: only rank 0 logs."""
+    """See `sidcomp.doors.optimizer_check.check_optimizer`. rank: only rank 0 logs."""
     memory = settings.candidates[0].memory
     kind = type(optimizer).__name__
     sparse = sorted(

@@ -23,7 +23,7 @@ def marsit_step_sizes(ranks: int, steps: int, elements: int) -> StepSizes:
     """The step sizes of Marsit's Theorem 1 (Wu et al. 2022): sqrt(M / T) for each rank's optimizer and
     sqrt(1 / (T D)) for the signs, with M ranks, T steps of the whole training, and D parameters.
 
-        sizes = sidcomp.marsit_step_sizes(ranks=8, steps=100_000, elements=25_600_000)
+        sizes = sidcomp.simulation.marsit_step_sizes(ranks=8, steps=100_000, elements=25_600_000)
         state = sidcomp.preset("marsit", eta_s=sizes.eta_s)
 
     They bound the gradient's norm at a rate of 1 / sqrt(M T) for smooth functions. They are no recipe: in

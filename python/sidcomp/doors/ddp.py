@@ -98,7 +98,7 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
 
 
 def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParallel:
-    """Returns a new DDP model around the same module, for the same State: `ddp = sidcomp.rewrap(ddp, state)`.
+    """Returns a new DDP model around the same module, for the same State: `ddp = run.rewrap()`.
 
     DDP hands over a gradient only when its bucket is full. If the State has planned and torch accepts a list
     of sizes (bucket_cap_mb_list), the new model's buckets are the groups of a plan that was made for
@@ -171,7 +171,7 @@ def owner(state: State) -> DistributedDataParallel:
     if found:
         raise SetupError("one State serves one DDP model: give each model a State of its own")
     raise SetupError(
-        "cannot find the DDP model of this State: register with sidcomp.register(ddp, state) in place of "
+        "cannot find the DDP model of this State: call sidcomp.compress(ddp, optimizer) in place of "
         "ddp.register_comm_hook(state, sidcomp.hook)"
     )
 
@@ -324,7 +324,7 @@ class DDPDoor:
 
     def connect(self) -> None:
         """Waits for the other ranks, and makes the process group with them."""
-        self.engine.connect(self.model, self.device, "sidcomp.register()")
+        self.engine.connect(self.model, self.device, "sidcomp.compress()")
 
     def reset(self, error: Exception) -> None:
         d, self._discovery = self._discovery, None

@@ -128,8 +128,8 @@ def named_group(state: State, process_group: dist.ProcessGroup | None) -> dist.P
         refuse(
             given,
             "steps on each rank's own are not averaged over one",
-            "average gradients over it, by DDP with sidcomp.process_group(group) or sidcomp.register; or, if "
-            "ranks may leave and come back, give sidcomp.compress a deadline and leave process_group out",
+            "average gradients over it, by DDP with sidcomp.backend.process_group(group) or by "
+            "sidcomp.compress; or, if ranks may leave and come back, give a deadline, and no process_group",
         )
     return given
 

@@ -18,9 +18,9 @@ Timeline = Sequence[Mapping[str, Any]]
 def draw(rows: Mapping[str, Timeline | None], path: str | Path, title: str) -> None:
     """Draws the timelines in `rows`, such as {"predicted": ..., "measured": ...}, one below the other.
 
-    A timeline is what sidcomp.plan() returns; None is skipped. The path's suffix chooses the format. The
-    two shades of a row alternate from group to group. Compressed groups are hatched: those with a true
-    "compressed" or, without that key, those that are encoded. Raises SetupError if matplotlib is missing, and
+    A timeline is what `plan` returns; None is skipped. The path's suffix chooses the format. The two shades
+    of a row alternate from group to group. Compressed groups are hatched: those with a true "compressed" or,
+    without that key, those that are encoded. Raises SetupError if matplotlib is missing, and
     ArgumentError, which names file and cause, if it cannot be written.
     """
     try:

@@ -242,7 +242,7 @@ class Profile:
         contention: int = 0,
         copied: bool = False,
     ) -> dict[str, Any]:
-        """Makes an instance for `sidcomp.plan`. Raises ArgumentError.
+        """Makes an instance for `sidcomp.planner.plan`. Raises ArgumentError.
 
         buckets     True: a tensor is ready when its bucket is; False: when it is ready itself (after rewrap)
         methods     the names of the candidates to choose from; None: all

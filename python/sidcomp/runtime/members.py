@@ -13,8 +13,8 @@ from sidcomp.config.settings import Settings
 from sidcomp.errors import SetupError, UnsupportedError
 
 GIVE = (
-    "give sidcomp.process_group(group, place=...) a function that returns (rank, size, store), and use what "
-    "it returns in place of the group"
+    "give sidcomp.backend.process_group(group, place=...) a function that returns (rank, size, store), and "
+    "use what it returns in place of the group"
 )
 
 

@@ -225,7 +225,7 @@ def methods(
     most_bytes: int = 1 << 30,
     ranks_per_node: int = 1,
 ) -> list[dict[str, Any]]:
-    """The "methods" of an instance for `sidcomp.plan`: dense, and each candidate by its name.
+    """The "methods" of an instance for `sidcomp.planner.plan`: dense, and each candidate by its name.
 
     With costs of up to `most_bytes` of gradient; compute: of the candidates that have any. So a planner
     chooses exchanges, too.

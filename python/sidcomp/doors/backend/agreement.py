@@ -28,7 +28,8 @@ def check_same(
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), 0)
     error = RankError(
         f"the ranks of process group {name!r} have different settings: rank 0 has [{first[at]}], rank {rank} "
-        f"has [{other[at]}]; give every rank the same SIDCOMP, sidcomp.configure() or sidcomp.process_group()"
+        f"has [{other[at]}]; give every rank the same SIDCOMP, "
+        "sidcomp.backend.configure() or sidcomp.backend.process_group()"
     )
     error.rank = rank
     raise error

@@ -111,7 +111,7 @@ def configure(
     """Chooses what the backend "sidcomp" compresses, and how. Call it before init_process_group: it holds for
     process groups that are made from here on, and takes precedence over the environment variable SIDCOMP.
 
-        sidcomp.configure("topk", density=0.05)
+        sidcomp.backend.configure("topk", density=0.05)
         torch.distributed.init_process_group("cpu:sidcomp,cuda:sidcomp")
 
     codec, arguments    those of `State`; codec="off" compresses nothing. Each all-reduce is encoded for
@@ -179,7 +179,7 @@ def configuration_of(
             raise ArgumentError(
                 f"the backend {BACKEND!r} encodes each all-reduce for itself, because its caller may wait "
                 f"for it before the next one, so it cannot have groups={settings.groups!r}: name a codec and "
-                "leave groups out, or use sidcomp.register (DDP) or sidcomp.fsdp.compress (FSDP2 and HSDP), "
+                "leave groups out, or use sidcomp.compress (DDP, FSDP2 and HSDP), "
                 "which plan groups"
             )
         if settings.clip_gradient:
@@ -192,7 +192,7 @@ def configuration_of(
             raise ArgumentError(
                 f"the backend {BACKEND!r} sees flat tensors, without the names and the shapes that the rule "
                 f"{next(r for r in rules if not by_size(r))!r} of exclude= or policy= asks for: give sizes, "
-                "such as '<128KB', or use sidcomp.register (DDP) or sidcomp.fsdp.compress (FSDP2 and HSDP)"
+                "such as '<128KB', or use sidcomp.compress (DDP, FSDP2 and HSDP)"
             )
     return chosen
 

@@ -1,6 +1,6 @@
 """A process group that compresses the gradients that a program all-reduces.
 
-    import sidcomp.doors.backend.process_group
+    import sidcomp.backend
     torch.distributed.init_process_group("cpu:sidcomp,cuda:sidcomp")
 
 The rest of the program stays as it is. `SIDCOMP="topk:density=0.05"` in the environment, or `configure(...)`
@@ -80,16 +80,16 @@ def process_group(
     """Returns a process group over the ranks of `inner` that compresses gradients as the backend "sidcomp"
     does, and passes everything else to `inner`. Every rank of `inner` calls it at the same point.
 
-        compressing = sidcomp.process_group(group, "topk", density=0.05)
+        compressing = sidcomp.backend.process_group(group, "topk", density=0.05)
         ddp = DistributedDataParallel(module, process_group=compressing)
 
     inner: any process group, of any backend, of which this rank is a member. The other arguments are those of
     `configure`, which it does not read, and neither does it read SIDCOMP.
 
     inner may also be a group that torch.distributed does not know, such as torchft's, and have other members
-    after a step: `Manager(pg=sidcomp.process_group(ProcessGroupGloo(), "int4"), ...)`. So far that is for
-    all-reduces on the CPU. After each change the members learn anew which calls to compress, and keep their
-    residuals meanwhile.
+    after a step: `Manager(pg=sidcomp.backend.process_group(ProcessGroupGloo(), "int4"), ...)`. So far that is
+    for all-reduces on the CPU. After each change the members learn anew which calls to compress, and keep
+    their residuals meanwhile.
 
     place: for such a group, if it does not say so itself: a function that returns (rank, size, store). store:
     one of torch.distributed, which the members, and no others, share. Other members have another one.
@@ -125,7 +125,7 @@ def _changing(
     if hasattr(inner, "_manager"):
         raise SetupError(
             f"{type(inner).__name__} hands its calls to a Manager, which would not learn of errors: give the "
-            "Manager the group that compresses, Manager(pg=sidcomp.process_group(...), ...)"
+            "Manager the group that compresses, Manager(pg=sidcomp.backend.process_group(...), ...)"
         )
     if configuration.reduce_scatter or configuration.all_gather:
         raise UnsupportedError(

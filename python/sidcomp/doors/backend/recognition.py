@@ -277,7 +277,7 @@ class Door:
     def before_forward(self, function: Any) -> Any:
         raise SetupError(
             "a process group knows no parameters and no optimizer, so follow() cannot serve it: use "
-            "sidcomp.register or sidcomp.fsdp.compress, or call update_scale() after each scaler.update()"
+            "sidcomp.compress, or call update_scale() after each scaler.update()"
         )
 
     def form(self) -> None:
@@ -443,7 +443,7 @@ class Passes:
         self._warn(
             "nothing",
             f"has compressed nothing in {PATIENCE} backward passes, because no two of them had the same "
-            "all-reduces, and gives up: sidcomp.register or sidcomp.fsdp.compress know the model",
+            "all-reduces, and gives up: sidcomp.compress know the model",
         )
 
     def _made(self, program: Program) -> None:
