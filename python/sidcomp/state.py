@@ -261,7 +261,7 @@ class State(OptimizerFit):
             self._engine.resume.check_part(model.part)
             self._engine.resume.check(model.shapes)
         self._door = door
-        self._ending.copied = False
+        self._ending.silent = False
         self._watch_forward()
         self._look_for_optimizer(model)
 
@@ -569,7 +569,7 @@ class State(OptimizerFit):
 
     def __getstate__(self) -> dict[str, Any]:
         p = self._engine
-        self._ending.copied = self._door is None
+        self._ending.silent = self._door is None
         started = self._closed is None and (p.layout is not None or p.resume is not None)
         memory = self.state_dict() if started else None
         return {"codec": self._codec, "arguments": self._arguments, "memory": memory}
@@ -577,7 +577,7 @@ class State(OptimizerFit):
     def __setstate__(self, saved: dict[str, Any]) -> None:
         codec, parameters = saved["codec"]
         self.__init__(codec, **saved["arguments"], **parameters)  # type: ignore[misc]
-        self._ending.copied = True
+        self._ending.silent = True
         if saved["memory"] is not None:
             self.load_state_dict(saved["memory"])
 

@@ -430,7 +430,9 @@ def chosen(rank: int, world: int, folder: str) -> dict[str, Any]:
     again = network(rank)
     other = adamw(again)
     with sidcomp.compress(again, other) as it:
-        assert it.load(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # such as that the State before has compressed nothing
+            assert it.load(folder)
         assert it.state.settings.candidates[0].encoding == codec
         train(again, other, rank, range(10, 14))
         with it.common():

@@ -16,7 +16,8 @@ class Ending:
     def __init__(self, what: str, step: Step) -> None:
         self.what, self._step = what, step
         self.controller: Controller | None = None
-        self.copied = False  # no model has it, and it is a copy, or a copy of it may be what trains
+        self.silent = False  # it is a copy that no model has, a copy of it may be what trains, or another
+        # State has taken its place
 
     def collected(self) -> None:
         """The State was not closed. Nothing is said in a process that is no rank of several, as in a
@@ -30,7 +31,7 @@ class Ending:
     def speak(self, how: str, rank: int, raises: bool = True) -> None:
         """how: how the State ended."""
         steps, c = self._step.number, self.controller
-        if self.copied:
+        if self.silent:
             return
         if not steps:
             notices.warn(

@@ -286,6 +286,7 @@ class Updates:
             arguments.check_error_in_parameters(state, self.delay, {})
         self.land()
         former, self.state = self.state, state
+        former._ending.silent = True  # nothing ends here
         former.close()
         self._model = self._serve(state)
 
