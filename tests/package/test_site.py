@@ -66,7 +66,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "api" / "index.html").read_text()
-    for name in ("State", "register", "hook", "Compressor", "Loopback", "plan", "Schedule"):
+    for name in ("State", "compress", "simulation.Loopback", "planner.plan", "Schedule"):
         assert f'id="sidcomp.{name}"' in page
     assert "<dt><code>codec</code>, <code>memory</code></dt>" in page
     assert "blob/main/benchmarks/results/" in (tmp_path / "planning" / "index.html").read_text()

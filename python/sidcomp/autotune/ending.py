@@ -36,7 +36,7 @@ class Ending:
         if not steps:
             notices.warn(
                 f"{self.what} {how} after 0 steps: no gradient has reached it, and nothing was compressed. "
-                "Register it with the model that trains: sidcomp.compress(model, optimizer)",
+                "Pass sidcomp.compress the model that trains",
                 rank,
                 raises=raises,
             )
