@@ -238,7 +238,7 @@ for codec in sidcomp.codecs():
     slack = 0 if as_it_is else np.abs(out).max() * 2.0**-23
     near = (np.abs(out + c.residual() - x) <= slack).all()
     assert near or (codec.lossless and (out == x).all()), codec.name
-for name in ("State", "hook", "register"):
+for name in ("State", "hook", "compress"):
     try:
         getattr(sidcomp, name)
     except ImportError as e:
