@@ -26,7 +26,6 @@ from sidcomp.autotune import measurement
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.doors.ddp import register
 from sidcomp.doors.optimizer_check import check_optimizer
-from sidcomp.frameworks.session import Session
 from sidcomp.runtime import engine as engines
 from sidcomp.runtime import optimizer_watch
 from sidcomp.runtime.cpu_executor import CpuExecutor
@@ -367,13 +366,12 @@ def not_enabled(rank: int, world: int) -> None:
         assert state.stats()["state_bytes"] == 2 * once
         state.close()
         own = list(trainer.module.parameters())
-        session = Session(sidcomp.State(**SPARSE), {})  # which the callbacks of frameworks share
         second = DDP(trainer.module)
-        state = session.start(second)
-        session.follow([torch.optim.SGD(some, 0.1) for some in (own[:2], own[2:])], scaler)
-        assert state._engine.rates is not None and len(state._engine.rates.optimizers) == 2
-        second(torch.ones(4, 12)).sum().backward()
-        session.close()
+        both = [torch.optim.SGD(some, 0.1) for some in (own[:2], own[2:])]
+        with sidcomp.compress(second, both, sidcomp.State(**SPARSE), scaler=scaler) as it:
+            rates = it.state.engine.rates
+            assert rates is not None and len(rates.optimizers) == 2
+            second(torch.ones(4, 12)).sum().backward()
     trainer.close()
 
 

@@ -990,7 +990,7 @@ def attempt(rank: int, world: int, case: str, heeds: bool) -> str:
     "case, said",
     [
         ("plain", "call fully_shard or replicate on the model first"),
-        ("ddp", "use sidcomp.doors.ddp.register for DDP"),
+        ("ddp", "use sidcomp.compress"),
         ("one dimension", "pass replicas="),
         ("replicas twice", "leave replicas= out"),
         ("divide", "set_gradient_divide_factor is not supported"),

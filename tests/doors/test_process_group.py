@@ -1160,7 +1160,7 @@ def test_a_wait_with_a_timeout() -> None:
         ({"codec": "topk", "density": 2.0}, "density"),
         ({"codec": "topkk"}, "topkk"),
         ({"codec": "topk", "exclude": ["<128KB", "1-D"]}, "flat tensors.*'1-D'"),
-        ({"codec": "topk", "policy": [("head.*", "none")]}, r"'head\.\*'.*sidcomp.doors.ddp.register"),
+        ({"codec": "topk", "policy": [("head.*", "none")]}, r"'head\.\*'.*sidcomp.compress"),
     ],
 )
 def test_a_wrong_configuration_is_found_at_once(wrong: dict[str, Any], said: str) -> None:

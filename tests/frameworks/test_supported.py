@@ -227,21 +227,19 @@ def parametrized(parameter: Tensor) -> None:
 
 REFUSALS: dict[str, Callable[[], object]] = {
     "FSDP1, `fsdp.register_comm_hook(state, sidcomp.hook)`": fsdp_hook,
-    "FSDP1 in `register`": lambda: sidcomp.doors.ddp.register(fsdp(), state()),
-    "DataParallel": lambda: sidcomp.doors.ddp.register(nn.DataParallel(network()), state()),  # type: ignore[arg-type]
+    "FSDP1 in `register`": lambda: register(fsdp(), state()),
+    "DataParallel": lambda: register(nn.DataParallel(network()), state()),  # type: ignore[arg-type]
     "DTensor parameters in DDP": dtensor,
     "`DDP(mixed_precision=...)`": mixed_precision,
-    "`DDP(skip_all_reduce_unused_params=True)`": lambda: sidcomp.doors.ddp.register(
+    "`DDP(skip_all_reduce_unused_params=True)`": lambda: register(
         DDP(network(), skip_all_reduce_unused_params=True), state()
     ),
     "an optimizer in the backward pass": optimizer_in_backward,
     "torch.compile's python reducer": python_reducer,
     "a second hook": second_hook,
-    "sparse gradients": lambda: sidcomp.doors.ddp.register(DDP(nn.Embedding(8, 4, sparse=True)), state()),
+    "sparse gradients": lambda: register(DDP(nn.Embedding(8, 4, sparse=True)), state()),
     "complex parameters": lambda: parametrized(torch.zeros(4, dtype=torch.complex64)),
-    "a module that was converted after it was wrapped": lambda: sidcomp.doors.ddp.register(
-        DDP(network()).bfloat16(), state()
-    ),
+    "a module that was converted after it was wrapped": lambda: register(DDP(network()).bfloat16(), state()),
     "float64 gradients": lambda: train(DDP(network().double()), x=torch.ones(4, 8).double()),
     "`join()` with a memory": joined,
 }

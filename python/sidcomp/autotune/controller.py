@@ -33,7 +33,6 @@ from sidcomp.runtime.checkpoint import Resume, candidate_of
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.layout import Layout
 
-_FORMER = {"resting": SETTLED}  # stages as older checkpoints name them
 # The keys of Settings.saved() on which plans and measurements depend.
 _DECIDES = ("codec", "memory", "parameters", "groups", "exclude", "policy", "exchange")
 _TIMES_ONLY = ("threads", "version")  # keys of an identity on which an adopted plan does not depend
@@ -163,7 +162,6 @@ class Controller(Monitoring):
         if saved is None or saved["version"] != VERSION:
             return PLAIN
         self.report = Report(**_known(Report, saved["report"]))
-        self.report.stage = _FORMER.get(self.report.stage, self.report.stage)
         self._journal = Journal(deepcopy(saved.get("journal") or []))
         self._spent, self._counted = saved.get("spent") or (0, self.report.steps)
         for e in self._journal.entries:
