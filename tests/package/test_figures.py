@@ -265,7 +265,7 @@ def test_the_losses_of_the_readme() -> None:
                 check(signed(cell), [mean(over(*GOALS[key]))], str(key))
     assert len(rows) == 4
     later = found("outer-time-gpt-100mbit")
-    said = re.search(r"at a loss of (\S+) with `LocalError`, (\S+) with .*, and (\S+) with plain DDP", README)
+    said = re.search(r"at a loss of (\S+) on updates, (\S+) with .*, and (\S+) with plain DDP", README)
     ways = ("LocalError, deadzone, two-shot, every 32", "DDP, default topk, every 1", "DDP, every 1")
     assert said
     check(list(said.groups()), [later[f"{way}, 120 s"]["loss"]["0"] for way in ways], "after 120 s")

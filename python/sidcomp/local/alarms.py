@@ -22,6 +22,8 @@ def _digest(tensors: Iterable[torch.Tensor]) -> int:
     """A sum of the bits; 0 if there is none but zeros."""
     total = 0
     for i, x in enumerate(tensors):
+        if x.is_sparse:
+            x = x.coalesce().values()
         bits = x.detach().contiguous().view(_INTEGERS[x.element_size()])
         total += (2 * i + 1) * int(bits.sum(dtype=torch.int64))
     return total % 2**63

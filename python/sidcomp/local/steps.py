@@ -163,7 +163,7 @@ class Updates:
         self.outer = make_outer(self._make_outer, self.vectors)
         how = self._noise_correction
         self._correction = Correction(self.vectors, whole, self._optimizers, how, in_memory)
-        self.frozen = Frozen(self.module, named)
+        self.frozen = Frozen(self.module, whole)
         self._shown = Shown(self.vectors, self.find)
         return named
 
