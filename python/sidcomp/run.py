@@ -4,7 +4,7 @@ run = sidcomp.compress(model, optimizer)  # the training loop does not change
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +19,12 @@ from sidcomp.config.accuracy import EXACT, HUNDREDTH, OUTER, CodecSpec, adaptive
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.doors.ddp import register, rewrap
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
+from sidcomp.local.arguments import check_error_in_parameters
 from sidcomp.local.choice import CANDIDATES, Choosing
 from sidcomp.local.shards import is_sharded
 from sidcomp.local.steps import Updates
 from sidcomp.options import OF_UPDATES, Options
+from sidcomp.runtime.bucket import failed
 from sidcomp.runtime.optimizers import Optimizers, chains, enabled
 from sidcomp.runtime.plain_data import anything, listing, record, table
 from sidcomp.state import State
@@ -114,9 +116,10 @@ def check(
     updates, how, own = _sort(updates, asked, options, bare=False)
     spec = _spec(codec, parameters, how.get("outer")) if updates and isinstance(codec, str) else None
     codec, given = spec or (codec, parameters)
-    trial = _state(codec, own, dict(given), None)
-    if trial is not codec:
-        trial._finalizer.detach()  # which would say that nothing was compressed
+    if isinstance(codec, str):
+        _trial(codec, own, given)
+    else:
+        _state(codec, own, dict(given), None)
 
 
 def _sort(
@@ -162,6 +165,13 @@ def _state(
     if codec == "auto" and ("ratio" in parameters or "density" in parameters):
         named = None  # how much is sent has been chosen
     return State(named, process_group=process_group, **arguments, **parameters)
+
+
+def _trial(codec: str, arguments: dict[str, Any], parameters: Mapping[str, Any]) -> State:
+    """A State that shows whether the arguments fit, and says nothing when it is gone."""
+    trial = _state(codec, arguments, dict(parameters), None)
+    trial._finalizer.detach()
+    return trial
 
 
 class Run(ABC):
@@ -384,12 +394,16 @@ class UpdateRun(Run):
         chooses = codec == "auto" and not parameters and outer is None and deadline is None
         if chooses and arguments.get("accuracy") == "exact":
             chooses, codec = False, EXACT[0]
-        if chooses:
+        if chooses:  # what does not fit is an error now, not when it has chosen
+            trials = [_trial(name, arguments, own) for name, own in CANDIDATES]
+            how.setdefault("error", _where(module, trials[0], how))
+            for trial in trials if how["error"] == "parameters" else ():
+                check_error_in_parameters(trial, how.get("delay", 0), {})
             state = State("none", **_common(arguments))
         else:
             spec = _spec(codec, parameters, outer) if isinstance(codec, str) else (codec, parameters)
             state = _state(spec[0], arguments, dict(spec[1]), None)
-        how.setdefault("error", _where(module, state, how))
+            how.setdefault("error", _where(module, state, how))
         self.updates = Updates(module, optimizer, state, process_group=group, scaler=scaler, **how)
         links = chains(optimizer)
         super().__init__(module, [each[-1] for each in links])
@@ -400,7 +414,7 @@ class UpdateRun(Run):
         self._averaged = -1  # the number of steps at the last `average`
         self._closed = False
         if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
-            ddp.register_comm_hook(None, _own_gradient)
+            ddp.register_comm_hook(self, _own_gradient)
             ddp.broadcast_buffers = False  # each exchange sends rank 0's
 
     @property
@@ -442,13 +456,12 @@ class UpdateRun(Run):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         record({"state": anything, "updates": anything, "chosen": anything})(saved, "run.state_dict()")
-        self._take(saved)
-        self.state.load_state_dict(saved["state"])
+        self._take(saved, saved["state"])
         self.updates.load_state_dict(saved["updates"])
 
-    def _take(self, saved: dict[str, Any]) -> None:
-        """Checks what a checkpoint has beside the State's dictionary, and takes over what "auto" has chosen.
-        Raises CheckpointError."""
+    def _take(self, saved: dict[str, Any], states: Any) -> None:
+        """Checks what a checkpoint has beside the States' dictionaries, and then loads these, with what
+        "auto" has chosen. Raises CheckpointError, and then nothing has changed."""
         chosen = saved["chosen"]
         if chosen is not None:
             pair = isinstance(chosen, list) and [type(x) for x in chosen] == [str, dict]
@@ -456,7 +469,9 @@ class UpdateRun(Run):
                 raise CheckpointError(f'"chosen" is {chosen!r}, which is nothing that "auto" chooses')
         self.updates.check(saved["updates"])
         if chosen is not None and self.updates.observer is not None:
-            self.updates.observer.take(tuple(chosen))
+            self.updates.observer.take(tuple(chosen), states)
+        else:
+            self.state.load_state_dict(states)
 
     def _beside(self) -> dict[str, Any]:
         scaler = self._scaler.state_dict() if self._scaler is not None else None
@@ -484,8 +499,8 @@ class UpdateRun(Run):
             kind = (saved.shape, saved.dtype) if isinstance(saved, torch.Tensor) else None
             if kind != (buffer.shape, buffer.dtype):
                 raise CheckpointError(f"the files have no buffer {name!r} like this module's")
-        self._take(beside)
-        super()._load(found)
+        states = [f["state"] for f in found]
+        self._take(beside, states if len(states) > 1 else states[0])
         for optimizer, saved in zip(self._optimizers, beside["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         if self._scaler is not None and beside["scaler"]:
@@ -495,8 +510,8 @@ class UpdateRun(Run):
         self.updates.load_state_dict(beside["updates"])
 
     def close(self) -> None:
-        """Exchanges nothing from now on. Says how far this rank's parameters are from the common ones, unless
-        `average` was called after the last step."""
+        """Exchanges nothing from now on, and a DDP model must not be trained any more. Says how far this
+        rank's parameters are from the common ones, unless `average` was called after the last step."""
         if not self._closed and self.updates.steps != self._averaged and self.updates.world > 1:
             away = self.updates.apart()
             if away:
@@ -536,8 +551,15 @@ def _where(module: torch.nn.Module, state: State, how: dict[str, Any]) -> str:
 
 
 # Not a string: DDP compares a hook's annotations with the types themselves.
-def _own_gradient(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """A communication hook that averages nothing."""
+def _own_gradient(run: UpdateRun, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """A communication hook that averages nothing. When the run is closed nobody exchanges updates any more,
+    and the ranks would drift apart."""
+    if run._closed:
+        return failed(
+            SetupError(
+                "the run is closed, and this DDP model averages no gradients: wrap the module in a new DDP"
+            )
+        )
     out: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     out.set_result(bucket.buffer())
     return out

@@ -432,7 +432,7 @@ def chosen(rank: int, world: int, folder: str) -> dict[str, Any]:
     with sidcomp.compress(again, other) as it:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # such as that the State before has compressed nothing
-            assert it.load(folder)
+            assert it.load(folder) and "was chosen by the run that saved" in str(it)
         assert it.state.settings.candidates[0].encoding == codec
         train(again, other, rank, range(10, 14))
         with it.common():
@@ -447,6 +447,32 @@ def test_auto_chooses_what_updates_send(tmp_path: Path) -> None:
         assert r["same"] and "still measuring" in r["before"] and "is chosen" in r["page"]
         assert ("is chosen; an exchange takes" in r["said"]) is (rank == 0)
         assert ("closed after 14 steps without run.average()" in r["said"]) is (rank == 0)
+
+
+def damaged(rank: int, world: int, folder: str) -> tuple[str, str, str]:
+    """A checkpoint of what "auto" has chosen, whose residuals are damaged, changes nothing."""
+    module = network(rank)
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer) as it:
+        train(module, optimizer, rank, range(10))
+        saved = it.state_dict()
+    assert saved["chosen"] is not None
+    saved["state"]["step"] = "ten"
+    module = network(rank)
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer) as it:
+        before, own = str(it), it.state
+        with pytest.raises(sidcomp.CheckpointError) as caught:
+            it.load_state_dict(saved)
+        assert it.state is own
+        after = str(it)
+        train(module, optimizer, rank, range(10))
+        return before, after, str(caught.value)
+
+
+def test_a_damaged_checkpoint_leaves_auto_as_it_was(tmp_path: Path) -> None:
+    for before, after, said in run(damaged, 2, str(tmp_path)):
+        assert before == after and "still measuring" in after and "step" in said
 
 
 # ---- refusals
@@ -466,6 +492,9 @@ def refused(rank: int, world: int) -> list[str]:
         lambda: sidcomp.compress(module, sgd(module), updates=False),
         lambda: sidcomp.compress(ddp, own, updates="yes"),  # type: ignore[arg-type]
         lambda: sidcomp.compress(ddp, own, "topkk"),
+        # what "auto" would find out only when it has chosen
+        lambda: sidcomp.compress(module, sgd(module), options=sidcomp.Options(profile="none.json")),
+        lambda: sidcomp.compress(module, sgd(module), options=sidcomp.Options(memory="no such")),
     ):
         with pytest.raises(sidcomp.errors.SidcompError) as caught:
             call()
@@ -479,7 +508,7 @@ def test_what_is_wrong_is_said_at_once() -> None:
         "ArgumentError: density beside a State", "ArgumentError: every: these are for updates",
         "ArgumentError: stale: these are for updates",
         "SetupError: updates=False averages gradients", "ArgumentError: updates='yes'",
-        "ParameterError: ",
+        "ParameterError: ", "ArgumentError: profile=", "ParameterError: ",
     )  # fmt: skip
     for said in run(refused, 2):
         assert all(text.startswith(start) for text, start in zip(said, expected, strict=True)), said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,5 @@ def test_a_resumed_script_ends_with_the_same_bits(updates: bool, tmp_path: Path)
 def test_a_script_changes_in_few_lines(name: str) -> None:
     """Beside the import and the end: the call, and what saves, loads or leaves an average out."""
     lines = (HERE / f"{name}.py").read_text().splitlines()
-    said = [line for line in lines if "run" in line.replace("sidcomp.compress", "run").split("#")[0]]
-    calls = [line for line in said if "sidcomp.compress(" in line or ".save(" in line or ".load(" in line]
+    calls = [line for line in lines if re.search(r"sidcomp\.compress\(|run\.(save|load)\(", line)]
     assert 1 <= len(calls) <= 3

@@ -124,9 +124,12 @@ class Discards:
     That rank continues from the point as the others do. But a NaN in its optimizer's state, such as Adam's
     moments, would make everything that it does from then on NaN. So elements of the state that are not finite
     become 0.
+
+    group   the ranks, which compare whose fault it was; None: they may be late or gone, and each speaks for
+            itself
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup | None) -> None:
         self._optimizers, self._group = optimizers, group
         self.number = 0
         self._row = 0
@@ -143,6 +146,10 @@ class Discards:
         self._row += 1
         if mine:
             self._clear()
+        if self._group is None:
+            if mine:
+                self._say("this rank", 0)
+            return
         flag = torch.tensor([mine], dtype=torch.int64, device=device)
         told = [torch.empty_like(flag) for _ in range(dist.get_world_size(self._group))]
         with exchanging("comparing whose update was not finite"):
@@ -155,6 +162,9 @@ class Discards:
                 "although its state was cleared each time. Lower the learning rate, clip gradients, or look "
                 "at the data there"
             )
+        self._say(who, speaker)
+
+    def _say(self, who: str, speaker: int) -> None:
         if self.number & (self.number - 1) == 0:  # 1, 2, 4, 8, ...
             notices.log(
                 f"an exchange did not count on any rank: what the optimizer of {who} did was not finite. All "

@@ -50,8 +50,8 @@ class Target(Protocol):
     @property
     def elements(self) -> int: ...
 
-    def use(self, state: State) -> None:
-        """Goes on with another State, between two exchanges."""
+    def use(self, state: State, saved: Any = None) -> None:
+        """Goes on with another State, between two exchanges. saved: what it loads first; None: nothing."""
 
 
 class Choosing:
@@ -90,11 +90,19 @@ class Choosing:
         self.why = explained(best, costs, step_s, every)
         notices.say(f"updates: {self.why}", target.state.engine.speaker)
 
-    def take(self, spec: CodecSpec) -> None:
-        """Goes on with this codec, as measured now or by the run that a checkpoint is from."""
+    def take(self, spec: CodecSpec, saved: Any = None) -> None:
+        """Goes on with this codec, as measured now or by the run that a checkpoint is from. saved: what State
+        loads; None: nothing. Raises CheckpointError, and then nothing has changed."""
+        state = State(spec[0], **self._arguments, **spec[1])
+        try:
+            self._target.use(state, saved)
+        except BaseException:
+            state._ending.silent = True  # it has served nobody
+            state.close()
+            raise
         self.spec = spec
+        self.why = f"{label(spec)} was chosen by the run that saved the checkpoint"
         self._target.observer = None
-        self._target.use(State(spec[0], **self._arguments, **spec[1]))
 
 
 class Cost(NamedTuple):
@@ -107,8 +115,13 @@ class Cost(NamedTuple):
 
     @property
     def label(self) -> str:
-        codec, parameters = self.spec
-        return " ".join([codec, *(f"{name}={value}" for name, value in parameters.items())])
+        return label(self.spec)
+
+
+def label(spec: CodecSpec) -> str:
+    """The codec with its parameters."""
+    codec, parameters = spec
+    return " ".join([codec, *(f"{name}={value}" for name, value in parameters.items())])
 
 
 def measure(

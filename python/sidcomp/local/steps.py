@@ -208,6 +208,7 @@ class Updates:
             self.state, self.module, self._model, named, self.vectors, self.outer.vectors, self.every,
             self.delay, deadline, stale, [self.every, self.outer.label],
         )  # fmt: skip
+        self._discards = Discards(self._optimizers, None)
         for v in self.vectors:
             v.start()
         self.meetings.join()
@@ -279,16 +280,16 @@ class Updates:
         return sum(v.update.numel() for v in self.vectors)
 
     @torch.no_grad()
-    def use(self, state: State) -> None:
+    def use(self, state: State, saved: Any = None) -> None:
         """Goes on with another State, between two steps, alike on all ranks. The one before must keep
-        nothing. error="parameters" takes a memory that keeps what was not sent."""
-        if self.error == "parameters":
-            arguments.check_error_in_parameters(state, self.delay, {})
+        nothing. saved: what it loads first; None: nothing."""
         self.land()
-        former, self.state = self.state, state
+        model = self._serve(state)
+        if saved is not None:
+            state.load_state_dict(saved)
+        former, self.state, self._model = self.state, state, model
         former._ending.silent = True  # nothing ends here
         former.close()
-        self._model = self._serve(state)
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -403,8 +404,6 @@ class Updates:
             self.outer.move(self._schedule.indices(together))
         # Else all ranks lose what they did: also a part that was not exchanged may not be finite.
         self._continue(self.of(together) if fine else self.vectors, keep and fine)
-        if self.meetings is not None:
-            return
         if fine:
             self._discards.passed()
         else:
@@ -513,7 +512,7 @@ class Updates:
     @property
     def discarded(self) -> int:
         """Exchanges that did not count, because what some rank's optimizer did was not finite."""
-        return self._discards.number if self.meetings is None else 0
+        return self._discards.number
 
     @torch.no_grad()
     def apart(self) -> float:
