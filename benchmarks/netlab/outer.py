@@ -207,7 +207,7 @@ def learn(spec: dict[str, Any], rank: int, world: int) -> dict[str, float]:
     elif run.updates is not None:
         if spec["average"]:
             run.updates.exchange()
-        run.updates._land()
+        run.updates.land()
     ratio = 1.0
     if run.state is not None:
         all_reduce = 2 * (world - 1) / world * 4 * sum(p.numel() for p in run.parameters)
@@ -230,7 +230,7 @@ def compare(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]
         else:
             run.timed(WARM)
             run.updates.exchange()  # makes the groups
-            run.updates._land()
+            run.updates.land()
             run.timed(every - WARM + run.updates.delay)  # to the end of an exchange
         dist.barrier()
         before = transmitted()

@@ -374,18 +374,18 @@ def refused(rank: int, world: int) -> dict[str, str]:
 
 
 REFUSED = {
-    **dict.fromkeys(KINDS, "SetupError: ProcessGroup is .* give sidcomp.compress a deadline"),
+    **dict.fromkeys(KINDS, "SetupError: ProcessGroup is .* give a deadline, and no process_group"),
     "auto": "UnsupportedError: .* name a codec and groups",
     "exchange": "UnsupportedError: .* leave exchange out",
     "scatter": "UnsupportedError: .* leave them out",
     "place": "ArgumentError: place: .* leave it out",
     "other": "SetupError: .* give both the same process group",
-    "silent": r"SetupError: Silent is .* give process_group\(group, place=",
+    "silent": r"SetupError: Silent is .* give .*process_group\(group, place=",
     "not configured": "SetupError: Changing is .* configure it first",
     "rank": r"SetupError: place\(\) returned .* rank 2 of 2",
     "store": r"SetupError: place\(\) returned .* its store is None",
     "no tuple": r"SetupError: place\(\) returned 3: let it return \(rank, size, store\)",
-    "managed": r"SetupError: .* Manager\(pg=process_group",
+    "managed": r"SetupError: .* Manager\(pg=.*process_group",
     "files": r"SetupError: .* save state.state_dict\(\) of each rank yourself",
 }
 

@@ -637,7 +637,7 @@ def without_the_delay(rank: int, world: int, kind: str) -> None:
                 train(module, adam, rank, range(4))
                 saved = {"adam": adam.state_dict(), "state": state.state_dict(), "made": made.state_dict()}
                 saved = copy.deepcopy(saved)
-                made._land()
+                made.land()
             with made.common() as common:
                 points.append(flat(common))
             points.append(flat(module))

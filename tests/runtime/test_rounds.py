@@ -249,7 +249,7 @@ def train(
             if until is None and rank < 2 and [0, 1] in went and went[-1] == [0, 1, 2]:
                 until = history[-1].version + 3
         if meetings.gone:
-            outer._land()
+            outer.land()
         with outer.common() as common:
             point = flat(common)
             at = [x.clone() for x in attendance.vectors()]
@@ -335,7 +335,7 @@ def beside(rank: int, world: int, codec: str, delay: int) -> bool:
             train_on(module, adam, rank, range(5 * EVERY + 1))
             own = flat(module)
             outer.exchange()  # average() is not compressed without a deadline
-            outer._land()
+            outer.land()
             assert alike(module)
             # With a delay the buffers are those of when the exchange began, not of when it ended.
             return torch.stack((own, flat(module))), module[
