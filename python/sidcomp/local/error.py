@@ -53,6 +53,26 @@ def average(
     unsent.forget(engine)
 
 
+def carry(
+    engine: Engine, vectors: Sequence[Vectors], error: Exception, world: int, in_parameters: bool
+) -> None:
+    """An exchange has failed, and nothing has moved: the parameters carry what was not sent to the next one.
+    There the ranks compare, and all raise an error if some rank took this exchange for a good one.
+    in_parameters: these contain what was not sent already."""
+    engine.abandon(error)
+    engine.quiet()
+    for v in vectors:
+        v.update.zero_()
+    if not in_parameters:
+        _add(engine, vectors, common=False)
+    _add(engine, vectors, common=True, times=world)
+    for v in vectors:
+        torch._foreach_sub_(v.parameters, v.update_views)
+        if v.apart:
+            v.base.copy_(v.point)
+    engine.restart()
+
+
 def _add(engine: Engine, vectors: Sequence[Vectors], common: bool, times: int = 1) -> None:
     """Adds to the updates what has not been sent. common: what this rank keeps for all ranks, else its
     own."""

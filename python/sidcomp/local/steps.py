@@ -352,8 +352,7 @@ class Updates:
 
     def _fail(self, error: Exception) -> None:
         self.find()
-        self.state.engine.abandon(error)
-        self._continue(self.vectors, keep=False)
+        errors.carry(self.state.engine, self.vectors, error, self.world, self.error == "parameters")
 
     @torch.no_grad()
     def land(self) -> None:

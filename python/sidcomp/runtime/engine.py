@@ -45,7 +45,7 @@ _REPLACED = (
     "_check",
     "_fresh",
 )
-_RELOADED = "it has loaded a checkpoint"
+_ANEW = "begun anew since its last step"
 
 UNFINISHED = "the backward pass before this one did not finish"
 
@@ -254,9 +254,9 @@ class Engine(Regrouping):
         assert exchange is not None and executor is not None
         if executor.on_device or exchange.world == 1 or exchange.rejoins:
             return
-        since = f" of step {self.step} since its last step"
-        advice = "load one on all ranks, at the same point, or on none"
-        mine = RankError(f"{_RELOADED}{since}, and not every rank has: {advice}")
+        how = f" (with a checkpoint of step {self.step}, by restart(), or after an error)"
+        advice = "load a checkpoint on all ranks, at the same point, or on none"
+        mine = RankError(f"it has {_ANEW}{how}, and not every rank has: {advice}")
         now = self._exchange_for(replaced)
         try:
             self._between()
@@ -276,7 +276,7 @@ class Engine(Regrouping):
                 self._withdraw(mine)
                 self.current.wait()
                 self.control += self.current.received - counted
-            told = f"{type(mine).__name__}: {_RELOADED}"  # a small payload has room for less
+            told = f"{type(mine).__name__}: it has {_ANEW}"  # a small payload has room for less
             reasons = [(r, why) for g in self._posted for r, why in enumerate(g.stage.reasons)]
             absent = sorted({r for r, why in reasons if not why or not told.startswith(why[: len(told)])})
         finally:
@@ -284,7 +284,7 @@ class Engine(Regrouping):
         if absent:
             self._replaced = replaced  # the next step does the same
             error = RankError(
-                f"rank {exchange.rank} has loaded a checkpoint{since}, and rank {absent[0]} has not: {advice}"
+                f"rank {exchange.rank} has {_ANEW}{how}, and rank {absent[0]} has not: {advice}"
             )
             error.rank = absent[0]
             raise error

@@ -1,0 +1,248 @@
+"""Where updates are sent, nothing is lost and nothing is doubled: with every codec, after an error anywhere
+in an exchange, and over many exchanges of ranks whose speed changes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from harness import run
+from sidcomp import _core
+from sidcomp.local import steps
+from sidcomp.runtime import communicator
+from test_compress import alike, backward, flat, network, sgd
+from torch import nn
+
+TRAITS = {c.name: set(c.traits) for c in sidcomp.codecs()}
+
+
+def mean(x: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    dist.all_reduce(x)
+    return x / dist.get_world_size()
+
+
+class Books:
+    """What this rank's optimizer has done, beside what the ranks know of it."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, **arguments: Any) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.done = torch.zeros_like(flat(module), dtype=torch.float64)
+        self.before = self.own = flat(module)
+        optimizer.register_step_pre_hook(lambda *_: setattr(self, "before", flat(module)))
+        optimizer.register_step_post_hook(lambda *_: setattr(self, "own", flat(module)))  # then comes sidcomp
+        self.run = sidcomp.compress(module, optimizer, **arguments)
+        self.start = self.common()
+
+    def common(self) -> torch.Tensor:
+        with self.run.common() as module:
+            return flat(module)
+
+    def step(self, rank: int, number: int) -> None:
+        """Counts the step only if nothing is raised."""
+        self.optimizer.zero_grad()
+        backward(self.module, rank, number)
+        self.optimizer.step()
+        self.done += self.own.double() - self.before
+
+    def balance(self) -> float:
+        """How far the mean of the ranks' parameters is from where their optimizers' steps lead, relative to
+        these steps. Errors are in the parameters."""
+        went = mean(flat(self.module)) - self.start
+        return float((went - mean(self.done)).norm() / mean(self.done).norm())
+
+
+# ---- every codec
+# ------------------------------------------------------------------------------------------------------------
+
+
+def by_every_codec(rank: int, world: int) -> dict[str, tuple[bool, bool, float]]:
+    found = {}
+    for codec in TRAITS:
+        module = network()
+        books = Books(module, sgd(module, 0.02), codec=codec, updates=True, every=2)
+        in_parameters = books.run.updates.error == "parameters"  # type: ignore[attr-defined]
+        for number in range(6):
+            books.step(rank, number)
+        same = alike(books.common())
+        found[codec] = (same, in_parameters, books.balance())
+        books.run.average()
+        assert alike(flat(module)), codec
+        books.run.close()
+    return found
+
+
+def test_every_codec_keeps_the_ranks_together_and_loses_nothing() -> None:
+    for found in run(by_every_codec, 2):
+        assert list(found) == list(TRAITS)
+        for codec, (same, in_parameters, away) in found.items():
+            assert same, f"{codec}: the ranks' common parameters differ"
+            if in_parameters:
+                bound = 1e-3 if TRAITS[codec] == {"linear"} else 1e-5  # sums of half floats are rounded
+                assert away < bound, f"{codec}: {away:.1e} of what the optimizers did is missing"
+
+
+# ---- errors
+# ------------------------------------------------------------------------------------------------------------
+
+
+class Planted(Exception):
+    pass
+
+
+def explode(*_: Any, **__: Any) -> Any:
+    raise Planted("planted error, number 4711")
+
+
+@contextmanager
+def planted(where: str, here: bool) -> Iterator[None]:
+    """On the ranks on which it is here, an error in encode, send, decode or apply."""
+    of: Any = {"send": communicator.Exchange, "apply": steps.Updates}.get(where, _core.Plan)
+    names = {"send": ["all_gather", "all_reduce"], "apply": ["_apply"]}.get(where, [where])
+    kept = {name: getattr(of, name) for name in names}
+    for name in names if here else ():
+        setattr(of, name, explode)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(of, name, method)
+
+
+def with_an_error(
+    rank: int, world: int, where: str, who: int | None, error: str
+) -> tuple[str, bool, bool, float | None]:
+    """Returns what was said, whether the common parameters stayed, whether this rank's own are where its
+    optimizer left them and, where the ranks can go on, how much was lost."""
+    module = network()
+    # In memory of its own, what was not sent outlives an error only if there is a second copy of it.
+    options = sidcomp.Options(error=error, nonfinite="rollback" if error == "memory" else None)
+    books = Books(module, sgd(module, 0.02), codec="topk", density=0.1, updates=True, options=options)
+    for number in range(3):
+        books.step(rank, number)
+    common, said = books.common(), ""
+    with planted(where, who in (None, rank)):
+        try:
+            books.step(rank, 3)
+        except (RuntimeError, sidcomp.SidcompError, Planted) as e:
+            said = str(e)
+            books.done += books.own.double() - books.before  # it is sent with the next step
+    kept = torch.equal(books.common(), common), torch.equal(flat(module), books.own)
+    if who is not None and where != "encode":  # not all know yet, or the process group is broken
+        for number in range(4, 7):
+            try:
+                books.step(rank, number)
+            except (RuntimeError, sidcomp.SidcompError) as e:
+                said = said or str(e)
+        return said, *kept, None
+    for number in range(4, 8):
+        books.step(rank, number)
+    assert alike(books.common())
+    books.run.average()
+    assert alike(flat(module))
+    away = books.balance()
+    books.run.close()
+    return said, *kept, away
+
+
+@pytest.mark.parametrize("error", ["parameters", "memory"])
+@pytest.mark.parametrize("who", [None, 0, 2])
+@pytest.mark.parametrize("where", ["encode", "send", "decode"])
+def test_after_an_error_nothing_is_lost_and_nothing_doubled(where: str, who: int | None, error: str) -> None:
+    """An error in encode is known to all at once. One in send or decode ends the run within three exchanges,
+    or after the time limit of the process group."""
+    for rank, (said, common, own, away) in enumerate(
+        run(with_an_error, 3, where, who, error, group_timeout=12)
+    ):
+        assert said, f"rank {rank} does not know of it"
+        if who in (None, rank) or where == "encode":
+            assert "4711" in said, (rank, said)
+            assert common, "the common parameters moved in a step that failed"
+            assert own or error == "memory", "what the optimizer did is gone"
+        if away is not None:
+            assert away < 1e-5, f"rank {rank}: {away:.1e} of what the optimizers did is missing or doubled"
+
+
+# ---- the bits of plain DDP
+# ------------------------------------------------------------------------------------------------------------
+
+
+def exactly(model: nn.Module, rank: int, step: int) -> None:
+    """A gradient of small integers, so that sums and halves of it are exact in float32."""
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    for p in model.parameters():
+        p.grad = torch.randint(-8, 9, p.shape, generator=draw).float()
+
+
+def as_ddp(rank: int, world: int, every: int, outer: bool) -> bool:
+    """SGD whose rate is a power of two: plain averaging and updates take the same steps, without rounding."""
+    module, plain = network(), network()
+    for m in (module, plain):
+        with torch.no_grad():
+            for p in m.parameters():
+                p.copy_((p * 64).round() / 64)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=2.0**-6) for m in (module, plain)]
+    arguments: dict[str, Any] = {"outer": lambda tensors: torch.optim.SGD(tensors, lr=1.0)} if outer else {}
+    with sidcomp.compress(module, optimizers[0], "none", updates=True, every=every, **arguments) as it:
+        for step in range(4 * every):
+            exactly(module, rank, step)
+            optimizers[0].step()
+            exactly(plain, rank, step)
+            for p in plain.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= world
+            optimizers[1].step()
+        with it.common() as common:
+            return torch.equal(flat(common), flat(plain))
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_uncompressed_updates_of_sgd_have_the_bits_of_ddp(world: int, every: int, outer: bool) -> None:
+    assert all(run(as_ddp, world, every, outer))
+
+
+# ---- many exchanges
+# ------------------------------------------------------------------------------------------------------------
+
+
+def often(rank: int, world: int, exchanges: int, arguments: dict[str, Any]) -> float:
+    """Each rank dawdles when it likes to."""
+    module = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    dawdles = random.Random(rank)
+    draw = torch.Generator().manual_seed(rank)
+    with sidcomp.compress(module, optimizer, updates=True, **arguments) as it:
+        start, done = flat(module), torch.zeros(35, dtype=torch.float64)
+        for _ in range(exchanges * it.updates.every):  # type: ignore[attr-defined]
+            if dawdles.random() < 0.02:
+                time.sleep(dawdles.random() * 0.01)
+            for p in module.parameters():
+                p.grad = torch.randn(p.shape, generator=draw) + 1
+            done -= 1e-3 * torch.cat([p.grad.flatten() for p in module.parameters()])
+            optimizer.step()
+        it.average()
+        assert alike(flat(module))
+        return float((flat(module) - start - mean(done)).norm() / mean(done).norm())
+
+
+MANY: dict[str, dict[str, Any]] = {
+    "parameters": {"codec": "topk", "density": 0.1},
+    "memory": {"codec": "int4", "options": sidcomp.Options(error="memory")},
+    "delay": {"codec": "topk", "density": 0.1, "every": 2, "delay": 2},
+}
+
+
+@pytest.mark.parametrize("exchanges", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", MANY)
+def test_ranks_of_changing_speed_stay_together(kind: str, exchanges: int) -> None:
+    for away in run(often, 3, exchanges, MANY[kind]):
+        assert away < 1e-3, f"{away:.1e} of what the optimizers did is missing"
