@@ -195,11 +195,6 @@ nosuch
 --nosuch
 codecs nosuch
 codecs topk nosuch
-codecs --markdown --measured {folder}
-codecs --markdown --measured {binary}
-codecs --markdown --measured {deep}
-codecs --markdown --measured {list}
-codecs --markdown --measured {rows}
 plan
 plan --all
 plan {nowhere}
