@@ -283,10 +283,8 @@ def test_the_readme_is_read_in_a_minute() -> None:
     assert len(lines) <= 100 and len(text.split()) <= 550
 
 
-USER = (
-    "start which-one updates fsdp frameworks checkpoints codecs troubleshooting supported results glossary "
-    "api"
-)
+# Beside results.md, whose tables a script makes.
+USER = "start which-one updates fsdp frameworks checkpoints codecs troubleshooting supported glossary api"
 
 
 def test_the_users_pages_are_few_and_short() -> None:
