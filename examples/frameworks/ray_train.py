@@ -1,4 +1,4 @@
-"""Ray Train: the DDP model that prepare_model returns is registered, and each worker saves its State.
+"""Ray Train: compresses what the DDP model that prepare_model returns sends; each worker saves its own state.
 
 python examples/frameworks/ray_train.py
 
@@ -14,7 +14,6 @@ import ray.train
 import sidcomp
 import torch
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
-from sidcomp.doors.ddp import register
 from torch import nn
 
 EPOCHS, STEPS = 4, 8
@@ -25,10 +24,8 @@ def train(config: dict[str, Any]) -> None:
     ddp = prepare_model(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     rank = ray.train.get_context().get_world_rank()
-    with sidcomp.State("topk", density=0.05) as state:
-        register(ddp, state)
-        state.follow(optimizer)
-        parts = {"model": ddp.module, "optimizer": optimizer, "sidcomp": state}
+    with sidcomp.compress(ddp, optimizer, "topk", density=0.05) as run:
+        parts = {"model": ddp.module, "optimizer": optimizer, "sidcomp": run}
         first = 0
         if config["resume"] is not None:
             with config["resume"].as_directory() as folder:
@@ -48,7 +45,7 @@ def train(config: dict[str, Any]) -> None:
                 now = {name: part.state_dict() for name, part in parts.items()}
                 torch.save({"epoch": epoch, **now}, Path(folder) / f"rank{rank}.pt")
                 ray.train.report(
-                    {"epoch": epoch, "loss": loss.item(), "ratio": state.stats()["ratio"]},
+                    {"epoch": epoch, "loss": loss.item(), "ratio": run.stats()["ratio"]},
                     checkpoint=ray.train.Checkpoint.from_directory(folder),
                 )
 

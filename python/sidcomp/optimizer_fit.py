@@ -108,7 +108,7 @@ class OptimizerFit:
             f"{type(optimizer).__name__} has steps behind it, from a checkpoint, and {self._ending.what} has "
             "none: if the run before was compressed, its residuals are lost, which is what had not been sent "
             f"yet. Save {beside}state.state_dict() on every rank, beside the optimizer's, and load it before "
-            "the first step (docs/checkpointing.md)",
+            "the first step (docs/checkpoints.md)",
             p.speaker,
         )
 

@@ -59,7 +59,7 @@ def write(
 ) -> None:
     """Writes this rank's file. model: the State's number, if a program has several; beside: what else belongs
     to it. Raises CheckpointError, which names file and cause; the file is then as it was before."""
-    path = file_of(Path(folder), dist.get_rank(group_of(state)), model)
+    path = _own_file(Path(folder), state, model)
     saved = {"run": run, "state": state.state_dict(), "beside": beside or {}}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,10 +72,11 @@ def write_together(folder: Path, state: State, run: str, beside: dict[str, Any],
     """As `write`, so that the folder has the files of all ranks or, if one cannot write, the former ones.
     Every rank calls it at the same point. Raises CheckpointError on every rank."""
     group = group_of(state)
-    new, final = (file_of(each, dist.get_rank(group), model) for each in (folder / _PENDING, folder))
+    pending = folder / f"{_PENDING}{_part_of(state)}"  # the ranks of each shard remove their own
+    new, final = (_own_file(each, state, model) for each in (pending, folder))
     problem = ""
     try:
-        write(folder / _PENDING, state, run, model, beside)
+        write(pending, state, run, model, beside)
     except Exception as e:
         problem = f"rank {dist.get_rank(group)}: {e}"
     told: list[Any] = [None] * dist.get_world_size(group)
@@ -103,7 +104,7 @@ def find(folder: str | Path, state: State, model: int = 0) -> list[dict[str, Any
     found: list[dict[str, Any]] = []
     problem = ""
     try:
-        found = _read(folder, rank, dist.get_world_size(group), model)
+        found = _read(folder, rank, dist.get_world_size(group), model, _part_of(state))
     except Exception as e:
         problem = f"rank {rank}: {e}"
     problems, origins = _tell(found, problem, group)
@@ -157,18 +158,30 @@ def _refuse(problems: Sequence[str], origins: Sequence[tuple[str, int]], where: 
         )
 
 
-def file_of(folder: Path, rank: int, model: int = 0) -> Path:
-    return folder / f"sidcomp{f'-{model}' if model else ''}-rank{rank}.pt"
+def file_of(folder: Path, rank: int, model: int = 0, part: str = "") -> Path:
+    """part: as `_part_of` returns it; the ranks of each shard count from 0."""
+    return folder / f"sidcomp{f'-{model}' if model else ''}{part}-rank{rank}.pt"
 
 
-def _read(folder: Path, rank: int, world: int, model: int) -> list[dict[str, Any]]:
+def _part_of(state: State) -> str:
+    """The shard that this rank holds, as a part of a file's name; "" for a whole model."""
+    assert state._door is not None
+    part = state._door.model.part.replace(" ", "")
+    return f"-{part}" if part else ""
+
+
+def _own_file(folder: Path, state: State, model: int) -> Path:
+    return file_of(folder, dist.get_rank(group_of(state)), model, _part_of(state))
+
+
+def _read(folder: Path, rank: int, world: int, model: int, part: str) -> list[dict[str, Any]]:
     """Returns this rank's own file or, if the number of ranks was another one, those of all old ranks."""
-    own = file_of(folder, rank, model)
-    first = _load(own if own.exists() else file_of(folder, 0, model))
+    own = file_of(folder, rank, model, part)
+    first = _load(own if own.exists() else file_of(folder, 0, model, part))
     old = first["state"]["world"]
     if old in (0, world):  # 0: saved before the first step
         return [first] if own.exists() else [_load(own)]
-    return [_load(file_of(folder, r, model)) for r in range(old)]
+    return [_load(file_of(folder, r, model, part)) for r in range(old)]
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from contextlib import redirect_stderr
@@ -138,6 +139,41 @@ def between_replicas(rank: int, world: int) -> tuple[str, bool]:
 def test_hsdp_sends_gradients_between_replicas() -> None:
     for page, equal in run(between_replicas, 2):
         assert "topk" in page and "gradients" in page and equal
+
+
+def shards_resumed(rank: int, world: int, folder: str, updates: bool) -> list[list[torch.Tensor]]:
+    """Two replicas of two shards: an uninterrupted run, and one that resumes in the middle of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ends, kept = [], []
+    for first in (True, False):
+        module = network()
+        fully_shard(module, mesh=mesh["shard"] if updates else mesh)
+        optimizer = sgd(module)
+        group = mesh.get_group("replicate") if updates else None
+        with sidcomp.compress(module, optimizer, "topk", density=0.1, process_group=group) as it:
+            train(module, optimizer, rank, range(4 if first else 1))
+            if first:
+                with it.common():
+                    kept = [p.detach().to_local().clone() for p in module.parameters()]  # type: ignore[attr-defined]
+                    moments = copy.deepcopy(optimizer.state_dict())
+                it.save(folder)
+            else:
+                dist.barrier()
+                for p, x in zip(module.parameters(), kept, strict=True):
+                    p.detach().to_local().copy_(x)  # type: ignore[attr-defined]
+                optimizer.load_state_dict(moments)
+                assert it.load(folder)
+            train(module, optimizer, rank, range(4, STEPS))
+            ends.append([p.detach().to_local().clone() for p in module.parameters()])  # type: ignore[attr-defined]
+    return ends
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_each_shard_has_files_of_its_own(tmp_path: Path, updates: bool) -> None:
+    for whole, again in run(shards_resumed, 4, str(tmp_path), updates):
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+    names = [f"sidcomp-shard{shard}of2-rank{replica}.pt" for shard in range(2) for replica in range(2)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
 def several(rank: int, world: int) -> tuple[bool, int]:

@@ -209,7 +209,7 @@ def test_a_resumed_run_has_the_same_bits(results: list[dict[str, Any]]) -> None:
 
 
 def test_accelerate_itself_saves_rank_0_alone(results: list[dict[str, Any]]) -> None:
-    """If this fails, Accelerate saves every rank's object: change docs/accelerate.md."""
+    """If this fails, Accelerate saves every rank's object: change docs/supported.md."""
     assert results[0]["own"] == ""
     assert "this is the state of rank 0, but this process is rank 1" in results[1]["own"]
 

@@ -197,7 +197,7 @@ def test_mixed_and_missing_ranks_are_refused_on_every_rank(
 
 
 def test_torch_itself_mixes_the_ranks(results: tuple[list[dict[str, Any]], Path]) -> None:
-    """If this fails, torch keeps every rank's entry: change docs/distributed-checkpoint.md."""
+    """If this fails, torch keeps every rank's entry: change docs/checkpoints.md."""
     assert not all(r["shared is mine"] and not r["shared"] for r in results[0])
 
 

@@ -232,7 +232,7 @@ def test_it_is_never_silently_not_in_force(results: tuple[list[dict[str, Any]], 
     for r in results[0]:
         assert "ModelParallelStrategy" in r["sharded"] and "DDP" in r["sharded"]
         assert "no gradient came to sidcomp" in r["around"]
-        assert r["recipe"] == 0, "Lightning registers the hook on CPUs now: change docs/lightning.md"
+        assert r["recipe"] == 0, "Lightning registers the hook on CPUs now: change docs/frameworks.md"
 
 
 def test_it_follows_several_optimizers_unless_told_otherwise(

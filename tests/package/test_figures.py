@@ -14,13 +14,12 @@ import pytest
 from sidcomp.config import accuracy
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCAL, ACCURACY, OUTER, README = (
+LOCAL, ACCURACY, OUTER = (
     (ROOT / name).read_text()
     for name in (
         "experiments/2026-11-updates-with-adamw.md",
         "docs/accuracy.md",
         "experiments/2026-11-outer-steps.md",
-        "README.md",
     )
 )
 TASKS = {"GRU": "lm", "transformer": "gpt"}
@@ -252,25 +251,6 @@ def test_the_goals_of_adamw() -> None:
             key
         )
     assert shown == set(GOALS)
-
-
-def test_the_losses_of_the_readme() -> None:
-    head, *rows = table(README, "bytes sent | model | 2 ranks")
-    for goal, model, *cells in rows:
-        for title, cell in zip(head[2:], cells, strict=True):
-            key = (goal, model, int(title.split()[0]))
-            if cell == "not measured":
-                assert key not in GOALS
-            else:
-                check(signed(cell), [mean(over(*GOALS[key]))], str(key))
-    assert len(rows) == 4
-    later = found("outer-time-gpt-100mbit")
-    said = re.search(r"at a loss of (\S+) on updates, (\S+) with .*, and (\S+) with plain DDP", README)
-    ways = ("LocalError, deadzone, two-shot, every 32", "DDP, default topk, every 1", "DDP, every 1")
-    assert said
-    check(list(said.groups()), [later[f"{way}, 120 s"]["loss"]["0"] for way in ways], "after 120 s")
-    fast = re.search(r"steps (\S+) times as fast as plain DDP's", README)
-    assert fast and f" {fast[1]} times as fast on two hosts and" in ACCURACY
 
 
 def test_what_else_was_tried_for_the_goals() -> None:

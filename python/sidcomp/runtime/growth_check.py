@@ -34,7 +34,7 @@ def outgrown(settings: Settings, groups: Sequence[Group], steps: int) -> str | N
         f"grown by {growth:.2g} an element and step, {times:.0f} times what a step sends. A step in full "
         "precision (full_every, K) applies all that has accumulated, and momentum in the optimizer many "
         f"times over, so the loss can diverge. Set eta_s to about {growth:.1g}, or full_every to 10 or less "
-        "(docs/memories.md, compensation)"
+        "(docs/codecs.md, Memories)"
     )
 
 
