@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_adamw                                # 4 ranks, 3 seeds: about an hour
     python -m benchmarks.bench_adamw --only "local error, int4; gradient" --seeds 1
-    python -m benchmarks.bench_adamw --flags "--local-error --every 8" --label "every 8"
+    python -m benchmarks.bench_adamw --flags "--updates --every 8" --label "every 8"
     python -m benchmarks.bench_adamw --name long --common "--steps 1200 --autocast" --flags ...
     python -m benchmarks.bench_adamw --task lstm --world 2 --common "--steps 225"    # SGD, as the task has it
 
@@ -38,11 +38,11 @@ from train import Trainer
 DENSE = "dense"
 WAYS = {
     DENSE: "--codec none",
-    "gradient, default": "",
+    "gradient, default": "--config topk-fortieth",
     "gradient, int4": "--codec int4",
-    "local error, default": "--local-error",
-    "local error, default, not corrected": "--local-error --no-noise-correction",
-    "local error, int4": "--codec int4 --local-error",
+    "local error, default": "--config topk-fortieth --updates",
+    "local error, default, not corrected": "--config topk-fortieth --updates --no-noise-correction",
+    "local error, int4": "--codec int4 --updates",
 }
 
 

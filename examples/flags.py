@@ -22,8 +22,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     add = p.add_argument_group("what is trained").add_argument
     add(
         "--config",
-        help=f"preset: {', '.join(presets.names())}, or a .toml file; topk-fortieth unless this or --codec "
-        "is given",
+        help=f"preset: {', '.join(presets.names())}, or a .toml file; none unless given",
     )
     add(
         "--task",
@@ -48,8 +47,11 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         "processor computes in bfloat16",
     )
     add("--seed", type=int, help="of the weights, and of codecs that draw random numbers; 0 unless given")
+    add(
+        "--seeds", type=int, default=1, metavar="N", help="train with N seeds, from --seed on; 1 unless given"
+    )
     add = p.add_argument_group("how it is compressed").add_argument
-    add("--codec", help="auto, or one that `sidcomp codecs` lists; the preset's unless given")
+    add("--codec", help="one that `sidcomp codecs` lists; the preset's unless given, and auto without one")
     add("--density", type=float, help="share of the elements that is sent; short for --param density=...")
     add(
         "--param",
@@ -65,45 +67,46 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         metavar="NORM",
         help="clip_grad_norm_ of what sidcomp returns; 1.0, as plain DDP has it, unless given "
         "(a memory that holds the momentum returns velocities: 1 / (1 - momentum) times that), and with "
-        "--local-error and SGD sqrt(ranks), because a rank's own gradient has more noise",
+        "--updates and SGD sqrt(ranks), because a rank's own gradient has more noise",
     )
     add(
-        "--local-error",
-        action="store_true",
-        help="send updates, what each rank's optimizer does, and not gradients",
+        "--updates",
+        action=argparse.BooleanOptionalAction,
+        help="send updates, what each rank's optimizer does, and not gradients; unless given, so with AdamW "
+        "if neither --config nor --codec is given",
     )
     add(
         "--every",
         type=int,
         default=1,
         metavar="H",
-        help="with --local-error: steps between two exchanges; 1 unless given",
+        help="with --updates: steps between two exchanges; 1 unless given",
     )
     add(
         "--delay",
         type=int,
         choices=[0, 1],
         default=0,
-        help="with --local-error: 1 exchanges beside the steps up to the next exchange; 0 unless given",
+        help="with --updates: 1 exchanges beside the steps up to the next exchange; 0 unless given",
     )
     add(
         "--noise-correction",
         action=argparse.BooleanOptionalAction,
-        help="with --local-error: lengthen what the noise of a rank's own gradient shortens; so with AdamW",
+        help="with --updates: lengthen what the noise of a rank's own gradient shortens; so with AdamW",
     )
     add(
         "--noise-by-rows",
         action="store_const",
         const="rows",
         dest="noise_correction",
-        help="with --local-error: the same, row by row",
+        help="with --updates: the same, row by row",
     )
     add(
         "--shards",
         type=int,
         default=1,
         metavar="N",
-        help="with --local-error: FSDP2 shards the model over N ranks each, as inside a node, and sidcomp "
+        help="with --updates: FSDP2 shards the model over N ranks each, as inside a node, and sidcomp "
         "exchanges between nodes; computed bytes are those between nodes; 1, no shards, unless given",
     )
     add("--groups", help="bucket, model, a size such as 4MB, auto; bucket unless given")
@@ -163,29 +166,26 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     if (args.resume or args.stop_at is not None) and not args.checkpoint:
         p.error("--resume and --stop-at need --checkpoint DIR")
 
-    if args.shards < 1 or (args.shards > 1 and not args.local_error):
-        p.error(f"--shards {args.shards}: give --local-error, and ranks of a node, at least 1")
-    if args.shards > 1 and args.checkpoint:
-        p.error("--shards: --checkpoint saves whole models; leave one of them out")
-
     plain = not args.config and args.codec is None
-    args.config = args.config or ("topk-fortieth" if args.codec is None else "topk-1pct")  # its own defaults
-    if args.config == "ci":
-        args.config = str(HERE / "ci.toml")
-    try:
-        loaded = presets.load(args.config)
-    except sidcomp.ArgumentError as e:
-        p.error(f"--config {args.config}: {e}")
-    parameters = dict(loaded.parameters)
-    preset = {**DEFAULTS, **loaded.arguments, **loaded.program}
+    parameters: dict[str, Any] = {}
+    preset = dict(DEFAULTS)
+    if plain:
+        args.codec = "auto"
+    elif args.config:
+        try:
+            loaded = presets.load(args.config)
+        except sidcomp.ArgumentError as e:
+            p.error(f"--config {args.config}: {e}")
+        preset |= {**loaded.arguments, **loaded.program}
+        if unknown := sorted(set(preset) - {"policy", *vars(args)}):
+            p.error(f"--config {args.config}: unknown keys {', '.join(unknown)}")
+        parameters = dict(loaded.parameters)
+        if args.codec not in (None, preset["codec"]):
+            parameters = {}  # they are another codec's, as these are
+            preset |= {"memory": None, "full_every": 0, "policy": []}
     args.policy = preset.pop("policy")
-    if unknown := sorted(set(preset) - set(vars(args))):
-        p.error(f"--config {args.config}: unknown keys {', '.join(unknown)}")
-    if args.codec not in (None, preset["codec"]):
-        parameters, args.policy = {}, []  # they are another codec's
-        preset |= {"memory": None, "full_every": 0}
-    if args.codec == "auto":
-        preset["groups"] = None  # it finds them
+    if args.codec != "auto" and not args.updates:
+        preset["groups"] = preset["groups"] or "bucket"
     for key, value in preset.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
@@ -193,6 +193,14 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     for key in ("steps", "batch", "lr", "momentum", "adamw"):
         if getattr(args, key) is None:
             setattr(args, key, getattr(TASKS[args.task], key))
+    if args.updates is None:
+        args.updates = plain and args.adamw
+    if args.shards < 1 or (args.shards > 1 and not args.updates):
+        p.error(f"--shards {args.shards}: give --updates, and ranks of a node, at least 1")
+    if args.shards > 1 and args.checkpoint:
+        p.error("--shards: --checkpoint saves whole models; leave one of them out")
+    if args.seeds < 1 or (args.seeds > 1 and args.checkpoint):
+        p.error(f"--seeds {args.seeds}: give at least 1, and with --checkpoint no more")
     if args.autocast is None:
         args.autocast = args.task == "gpt" and computes_in_bfloat16(args.device)
     for text in [*args.param, *([] if args.density is None else [f"density={args.density}"])]:
@@ -204,7 +212,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
             marks = [mark.rpartition("@") for mark in value.split(",")]
             parameters[name] = sidcomp.Schedule([(int(step), _number(v)) for v, _, step in marks])
     args.parameters = parameters
-    if args.clip is None and not args.local_error:
+    if args.clip is None and not args.updates:
         args.clip = 1.0
     args.exclude = [_number(rule) for rule in args.exclude]
     return args

@@ -56,11 +56,14 @@ class Progress:
             print(f"{run.name}: step {run.step} of {self.steps}, {note}, {run.seconds:.0f} s", flush=True)
 
 
-def write(args: Namespace, task: Task, runs: "list[Run]", world: int) -> None:
+def write(args: Namespace, task: Task, seeds: "list[list[Run]]", world: int) -> None:
+    """seeds: the runs of each seed, in the same order."""
     args.out.mkdir(parents=True, exist_ok=True)
-    alone, *shown = [summary(run, world) for run in runs]
-    notes = remarks(args, task, world, runs[-1].found, alone, *shown)
-    head, *body = cells(task, alone, shown)
+    columns = [list(runs) for runs in zip(*seeds, strict=True)]
+    alone, *shown = [summary(runs, world) for runs in columns]
+    ours = columns[-1]
+    notes = remarks(args, task, world, all(run.found for run in ours), alone, *shown)
+    head, *body = cells(args, task, alone, shown)
 
     table = Table(*head)
     for row in body:
@@ -68,7 +71,7 @@ def write(args: Namespace, task: Task, runs: "list[Run]", world: int) -> None:
     console.print(table)
     for note in notes:
         console.print("-", note, soft_wrap=True)
-    explained = runs[-1].explained
+    explained = ours[-1].explained
     if explained:
         console.print(f"\n{explained}", soft_wrap=True, markup=False)
 
@@ -82,31 +85,38 @@ def write(args: Namespace, task: Task, runs: "list[Run]", world: int) -> None:
         "world": world,
         "data": task.data,
         "metric": f"{task.metric} ({task.unit})",
+        "cells": [head, *body],
+        "notes": notes,
         "summary": [alone, *shown],
-        "runs": [asdict(run) for run in runs],
+        "seeds": [[asdict(run) for run in runs] for runs in seeds],
     }
     (args.out / "table.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-    drawn = figure(args, task, alone, shown, runs[1:])
+    drawn = figure(args, task, alone, shown, columns[1:])
     console.print(f"\n{args.out}/ holds table.md, table.json" + (" and train.png" if drawn else ""))
 
 
-def summary(run: "Run", world: int) -> Row:
-    """Figures of one run. Bytes are what one rank sends in a step; times in milliseconds."""
+def summary(runs: "list[Run]", world: int) -> Row:
+    """Figures of the runs of one method, one run a seed. Bytes are what one rank sends in a step; times in
+    milliseconds."""
+    run = runs[-1]
     steps = run.step
-    times = sorted(run.times) or [run.seconds / steps]
+    times = sorted(t for run in runs for t in run.times) or [run.seconds / steps]
     ring = 2 * (world - 1) / world * 4 * run.elements
-    overall = run.stats["wire_bytes"] / run.stats["steps"] if run.stats else ring
+    counted = [x for run in runs for x in run.tcp_bytes]
     # As what is counted: the median of the turns. A schedule may have sent far more at the beginning.
-    turns = run.wire_bytes
+    turns = [x for run in runs for x in run.wire_bytes]
+    computed = statistics.median(turns) if turns else ring
+    metrics = [run.curve[-1][2] for run in runs if run.curve]
     return {
         "name": run.name,
-        "metric": run.curve[-1][2] if run.curve else None,
+        "metric": statistics.fmean(metrics) if metrics else None,
+        "metrics": metrics,
         "median": statistics.median(times) * 1e3,
         "p10": times[len(times) // 10] * 1e3,
         "p90": times[len(times) * 9 // 10] * 1e3,
-        "bytes_counted": statistics.median(run.tcp_bytes) if run.tcp_bytes else None,
-        "bytes_computed": statistics.median(turns) if turns else overall,
-        "bytes_overall": overall,
+        "bytes_counted": statistics.median(counted) if counted else None,
+        "bytes_computed": computed,
+        "bytes_overall": statistics.fmean(run.tcp_total for run in runs) / steps if counted else computed,
         "density": run.stats.get("density", 1.0),
         **{
             what: sum(g[f"{what}_seconds"] / max(1, g["steps"]) for g in run.groups) * 1e3
@@ -115,25 +125,31 @@ def summary(run: "Run", world: int) -> Row:
     }
 
 
-def cells(task: Task, alone: Row, rows: list[Row]) -> list[list[str]]:
-    """One line a figure, one column a run; the first line is the head."""
+def sent(row: Row) -> float:
+    """Bytes a step: as the system counts them or, where it does not, as they are computed."""
+    return float(row["bytes_counted"] or row["bytes_computed"])
+
+
+def cells(args: Namespace, task: Task, alone: Row, rows: list[Row]) -> list[list[str]]:
+    """One line a figure, one column a method; the first line is the head."""
     best = [alone, *rows]
 
     def line(name: str, show: Callable[[Row], str], runs: list[Row] = rows) -> list[str]:
         return [name, *([""] if len(runs) < len(best) else []), *map(show, runs)]
 
+    def metric(row: Row) -> str:
+        spread = f" ({min(row['metrics']):.4f} to {max(row['metrics']):.4f})" if args.seeds > 1 else ""
+        return f"{row['metric']:.4f}{spread}"
+
     counted = all(r["bytes_counted"] for r in rows)
-    bytes_of = "bytes_counted" if counted else "bytes_computed"
     return [
         line("", lambda r: r["name"], best),
-        line(task.metric, lambda r: f"{r['metric']:.4f}"),
-        line("ms/step, median", lambda r: f"{r['median']:.1f}", best),
-        line("p10 to p90", lambda r: f"{r['p10']:.1f} to {r['p90']:.1f}", best),
+        line(f"{task.metric} after {args.steps} steps", metric),
+        line("milliseconds a step, median", lambda r: f"{r['median']:.1f}", best),
+        line("10th to 90th percentile", lambda r: f"{r['p10']:.1f} to {r['p90']:.1f}", best),
         line("encode, decode ms", lambda r: f"{r['encode']:.2f}, {r['decode']:.2f}" if r["encode"] else ""),
-        line("bytes/step, counted", lambda r: f"{r['bytes_counted']:,.0f}" if counted else "no counter"),
-        line("bytes/step, computed", lambda r: f"{r['bytes_computed']:,.0f}"),
-        line("fewer bytes by", lambda r: f"{rows[0][bytes_of] / r[bytes_of]:.1f}" if r[bytes_of] else ""),
-        line("density achieved", lambda r: f"{r['density']:.3%}"),
+        line(f"bytes a step, {'counted' if counted else 'computed'}", lambda r: f"{sent(r):,.0f}"),
+        line("fewer bytes by", lambda r: f"{sent(rows[0]) / sent(r):.1f}" if sent(r) else ""),
     ]
 
 
@@ -143,19 +159,20 @@ def remarks(
     """The table in words. Every number is of this run; what was computed and not measured says so."""
     apart = task.apart(dense["metric"], ours["metric"])
     notes = [
-        f"{task.data}; {args.steps} steps, {world} ranks, seed {args.seed}; "
+        f"{task.data}; {args.steps} steps, {world} ranks, {seeds_of(args)}; "
         f"{'forward and backward in bfloat16; ' if args.autocast else ''}{machine()}.",
-        f"{task.metric} ({task.unit}): {ours['name']} ends {apart} from plain DDP.",
+        f"{task.metric} ({task.unit}): {ours['name']} ends {apart} from plain DDP"
+        + (f", seed by seed {each_apart(task, dense, ours)}." if args.seeds > 1 else "."),
         *([] if found else [f"{ours['name']} was still measuring: it needs more steps than these."]),
         args.network,
         "Bytes are what one rank sends in a step. Counted: by the kernel, over rank 0's TCP connections, "
         "headers left out. Computed: a ring all-reduce of the float32 gradient; for sidcomp, what its "
         "exchange states. Both are the median of the turns that were timed.",
     ]
-    if abs(ours["bytes_overall"] / ours["bytes_computed"] - 1) > 0.05:
+    if abs(ours["bytes_overall"] / sent(ours) - 1) > 0.05:
         notes.append(
             f"{ours['name']} does not send the same in all steps: over the whole run it is "
-            f"{ours['bytes_overall']:,.0f} bytes a step, computed."
+            f"{ours['bytes_overall']:,.0f} bytes a step."
         )
     if alone["median"] <= min(dense["median"], ours["median"]):
         notes.append(
@@ -182,6 +199,15 @@ def remarks(
             f"step: where nothing hides the exchange, it pays below {spared * 8 / cost / 1e6:.1f} Gbit/s."
         )
     return notes
+
+
+def seeds_of(args: Namespace) -> str:
+    last = args.seed + args.seeds - 1
+    return f"mean of the seeds {args.seed} to {last}" if args.seeds > 1 else f"seed {args.seed}"
+
+
+def each_apart(task: Task, dense: Row, ours: Row) -> str:
+    return ", ".join(task.apart(a, b) for a, b in zip(dense["metrics"], ours["metrics"], strict=True))
 
 
 def machine() -> str:
@@ -216,14 +242,15 @@ def caption(args: Namespace, task: Task, dense: Row, ours: Row, elements: int) -
     time = f"{100 * abs(slower):.0f} % {'more' if slower > 0 else 'less'} time for a step than plain DDP"
     if ours["p10"] < dense["median"] < ours["p90"]:
         time += " (within its spread)"
-    fewer = dense["bytes_computed"] / max(1, ours["bytes_computed"])
+    fewer = sent(dense) / max(1, sent(ours))
     gain = f"{ours['name']}: {time}, {fewer:.1f} times fewer bytes, {task.metric} "
     gain += f"{ours['metric']:.4f} (plain DDP: {dense['metric']:.4f})"
     head = f"{task.title}, {elements / 1e6:.1f} million parameters, {link} between the ranks"
     return "\n".join([head, *wrap(gain, 140)])
 
 
-def figure(args: Namespace, task: Task, alone: Row, rows: list[Row], runs: "list[Run]") -> bool:
+def figure(args: Namespace, task: Task, alone: Row, rows: list[Row], columns: "list[list[Run]]") -> bool:
+    """columns: the runs of plain DDP and of sidcomp, one run a seed."""
     try:
         import matplotlib
     except ImportError:
@@ -234,17 +261,21 @@ def figure(args: Namespace, task: Task, alone: Row, rows: list[Row], runs: "list
 
     dense, ours = rows
     fig, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained", width_ratios=[1, 1, 1.1])
-    fig.suptitle(caption(args, task, dense, ours, runs[0].elements), fontsize=10, parse_math=False)
+    text = caption(args, task, dense, ours, columns[0][0].elements)
+    fig.suptitle(text, fontsize=10, parse_math=False)
     by_step, by_time, parts = axes
-    # The first points are far from the others, which could not be told apart beside them.
-    skipped = len(runs[0].curve) // 4
-    for run, color in zip(runs, ("#7a7f87", "#d1495b"), strict=True):
-        steps, seconds, metric = zip(*run.curve[skipped:], strict=True)
-        by_step.plot(steps, metric, "o-", ms=3, color=color, label=folded(run.name))
-        by_time.plot(seconds, metric, "o-", ms=3, color=color, label=folded(run.name))
-    begin = f", from {runs[0].curve[skipped][0]} on" if skipped else ""
-    by_step.set(xlabel=f"step{begin}")
-    by_step.set_title(f"{task.metric} ({task.unit})", fontsize=10)
+    for runs, color in zip(columns, ("#7a7f87", "#d1495b"), strict=True):
+        for i, run in enumerate(runs):
+            steps, seconds, metric = zip(*run.curve, strict=True)
+            label = None if i else folded(run.name)
+            by_step.plot(steps, metric, "o-", ms=3, lw=1, color=color, label=label)
+            by_time.plot(seconds, metric, "o-", ms=3, lw=1, color=color, label=label)
+    for ax in (by_step, by_time):
+        ax.set_xlim(left=0)
+        ax.set_ylim(bottom=0)
+    by_step.set(xlabel="step")
+    each = ", a line for each seed" if args.seeds > 1 else ""
+    by_step.set_title(f"{task.metric} ({task.unit}){each}", fontsize=10)
     by_time.set(xlabel="seconds of training")
     by_time.set_title("the same, by time", fontsize=10)
     by_step.legend(frameon=False, fontsize=8)
@@ -255,7 +286,7 @@ def figure(args: Namespace, task: Task, alone: Row, rows: list[Row], runs: "list
         for what, ms in split(row, alone).items():
             parts.barh(y, ms, left=left, height=0.5, color=shades[what], label=None if y else what)
             left += ms
-        parts.text(left, y, f" {left:.0f} ms, {row['bytes_computed'] / 1e6:.2f} MB", va="center", fontsize=8)
+        parts.text(left, y, f" {left:.0f} ms, {sent(row) / 1e6:.2f} MB", va="center", fontsize=8)
     parts.set_yticks(range(len(rows)), [folded(row["name"]) for row in reversed(rows)])
     parts.set(xlabel="ms", ylim=(-0.5, len(rows) + 0.1))
     parts.set_title("a step, and what a rank sends in it", fontsize=10)

@@ -4,7 +4,7 @@
 
 `make train` starts it by launch.py instead, with a link of limited bandwidth between the ranks. It prints a
 table and writes it, with a picture, to --out. What is trained is in tasks.py, how it is shown in report.py.
-What a script needs of sidcomp is in Trainer: a State, register() or compress(), state_dict() and close().
+What a script needs of sidcomp is in Trainer.compress.
 """
 
 import gc
@@ -24,7 +24,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from sidcomp.doors.ddp import register
-from sidcomp.doors.optimizer_check import check_optimizer
+from sidcomp.run import UpdateRun
 from tasks import TASKS, Task
 from torch.nn.parallel import DistributedDataParallel
 from wire import tcp_bytes_sent
@@ -44,13 +44,14 @@ class Run:
     times: list[float] = field(default_factory=list)  # of timed steps, in seconds
     losses: list[float] = field(default_factory=list)  # of each step, on this rank's batch
     curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, seconds, the task's metric
-    tcp_bytes: list[float] = field(default_factory=list)  # sent in a step, by the kernel, of each turn
+    tcp_bytes: list[float] = field(default_factory=list)  # sent in a step, by the kernel, of each timed turn
+    tcp_total: int = 0  # sent in all steps, by the kernel; 0 where it does not count
     wire_bytes: list[float] = field(default_factory=list)  # sent in a step, by State.stats(), likewise
     elements: int = 0  # of the model's gradient
     stats: dict[str, float] = field(default_factory=dict)  # State.stats() over all steps
     groups: list[dict[str, Any]] = field(default_factory=list)  # State.stats(), each group
     explained: str = ""  # State.explain(), where something was planned
-    found: bool = True  # False: a planned State still measures and compares; its steps are not timed
+    found: bool = True  # False: "auto" still measures and compares; its steps are not timed
 
 
 class Trainer:
@@ -63,14 +64,12 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.module = task.model()
         self.model = self.module
-        momentum = args.momentum
-        local = compress and args.local_error
+        updates = compress and args.updates
         # A rank's own gradient has more noise, and is larger. Adam's steps do not depend on that.
-        usual = CLIP * math.sqrt(dist.get_world_size()) if local and not args.adamw else CLIP
+        usual = CLIP * math.sqrt(dist.get_world_size()) if updates and not args.adamw else CLIP
         self.clip = args.clip if compress and args.clip is not None else usual
         self.carry: torch.Tensor | None = None  # what the task keeps from step to step
-        self.state: sidcomp.State | None = None
-        self.local: sidcomp.Run | None = None
+        self.compressed: sidcomp.Run | sidcomp.State | None = None
         self.run.elements = sum(p.numel() for p in self.module.parameters())
 
         self.file: Path | None = None
@@ -81,52 +80,63 @@ class Trainer:
             saved = torch.load(self.file, map_location=task.device, weights_only=True)
             self.module.load_state_dict(saved["model"])  # before DDP, which takes rank 0's for all
 
-        if ddp and not local:
+        if ddp and not updates:
             ids = [task.device] if task.device.type == "cuda" else None
             self.model = DistributedDataParallel(self.module, device_ids=ids)
         if compress:
-            self.state = sidcomp.State(
-                args.codec,
-                memory=args.memory,
-                groups=args.groups,
-                exclude=args.exclude,
-                policy=args.policy,
-                full_every=args.full_every,
-                exchange=args.exchange,
-                seed=args.seed,
-                **args.parameters,
-            )
-            if not local:
-                register(self.model, self.state)
-            momentum = 0.0 if self.state.settings.momentum else momentum
-            self.run.found = not self.state.settings.planned
-        others = shard(self.module, args.shards, task.device) if local and args.shards > 1 else None
-        self.optimizer = self.make_optimizer(momentum)
-        if self.state is not None and local:
-            self.local = sidcomp.compress(
-                self.module,
-                self.optimizer,
-                self.state,
-                updates=True,
-                every=args.every,
-                delay=args.delay * args.every,
-                process_group=others,
-                options=sidcomp.Options(error="parameters", noise_correction=args.noise_correction),
-            )
-        elif self.state is not None:
-            check_optimizer(self.state, self.optimizer, clip_grad_norm=self.clip)
-            if args.follow:
-                self.state.follow(self.optimizer)
+            self.compress()
+            self.run.found = not self.measuring
+        else:
+            self.optimizer = self.make_optimizer(args.momentum)
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])
-            if self.local is not None:
-                self.local.load_state_dict(saved["run of sidcomp"])
-            elif self.state is not None:
-                self.state.load_state_dict(saved["run of sidcomp"])
+            if self.compressed is not None:
+                self.compressed.load_state_dict(saved["run of sidcomp"])
             self.carry = saved["carry"]
             self.run = Run(**saved["run"])
         self.first = self.run.step
         self.earlier = self.run.stats  # of the run that is resumed
+
+    def compress(self) -> None:
+        """Makes the optimizer, and compresses what the ranks send."""
+        args = self.args
+        names = ("memory", "groups", "exclude", "policy", "full_every", "exchange", "seed")
+        arguments = {name: getattr(args, name) for name in names}
+        if args.updates:
+            others = shard(self.module, args.shards, self.task.device) if args.shards > 1 else None
+            self.optimizer = self.make_optimizer(args.momentum)
+            self.compressed = sidcomp.compress(
+                self.module,
+                self.optimizer,
+                args.codec,
+                every=args.every,
+                delay=args.delay * args.every,
+                process_group=others,
+                options=sidcomp.Options(noise_correction=args.noise_correction, **arguments),
+                updates=True,
+                **args.parameters,
+            )
+            return
+        state = sidcomp.State(args.codec, **arguments, **args.parameters)
+        self.optimizer = self.make_optimizer(0.0 if state.settings.momentum else args.momentum)
+        if args.follow:
+            self.compressed = sidcomp.compress(self.model, self.optimizer, state)
+        else:  # as in the papers that do not have it
+            register(self.model, state)
+            self.compressed = state
+
+    @property
+    def state(self) -> sidcomp.State | None:
+        """The State in force. "auto" may replace it."""
+        return getattr(self.compressed, "state", self.compressed)
+
+    @property
+    def measuring(self) -> bool:
+        """Whether "auto" has not decided yet."""
+        if isinstance(self.compressed, UpdateRun):
+            return self.compressed.updates.observer is not None
+        state = self.state
+        return state is not None and state.settings.planned and state.plan_report()["stage"] != "settled"
 
     def make_optimizer(self, momentum: float) -> torch.optim.Optimizer:
         if not self.args.adamw:
@@ -141,8 +151,8 @@ class Trainer:
     def advance(self, until: int, progress: report.Progress) -> None:
         """Steps up to number `until`. The first of a turn is not timed: caches hold the other runs' data."""
         run = self.run
-        if self.state is not None and not run.found:
-            run.found = self.state.plan_report()["stage"] == "settled"
+        if not run.found:
+            run.found = not self.measuring
         before, sent, stated = run.step, tcp_bytes_sent(), self.wire_bytes()
         for turn, step in enumerate(range(run.step, until)):
             start = perf_counter()
@@ -156,12 +166,14 @@ class Trainer:
             progress.step(run)
             if self.file is not None and run.step % self.args.checkpoint_every == 0:
                 self.save()
-        if self.local is not None and run.step == self.args.steps and run.step % self.args.every:
-            self.local.average()  # what the last steps did
+        if isinstance(self.compressed, UpdateRun) and until == self.args.steps and until % self.args.every:
+            self.compressed.average()  # what the last steps did
         now = tcp_bytes_sent()
         steps = until - before
-        if run.found and sent is not None and now is not None:
-            run.tcp_bytes.append((now - sent) / steps)
+        if sent is not None and now is not None:
+            run.tcp_total += now - sent
+            if run.found:
+                run.tcp_bytes.append((now - sent) / steps)
         if run.found and self.state is not None:
             run.wire_bytes.append((self.wire_bytes() - stated) / steps)
 
@@ -185,7 +197,8 @@ class Trainer:
     def evaluate(self) -> None:
         """The task's metric over all that is held out; each rank measures its share."""
         self.module.eval()
-        with torch.no_grad(), self.local.common() if self.local is not None else nullcontext():
+        updates = self.compressed if isinstance(self.compressed, UpdateRun) else None
+        with torch.no_grad(), nullcontext() if updates is None else updates.common():
             both = torch.tensor(self.task.measure(self.module), dtype=torch.float64, device=self.task.device)
         self.module.train()
         dist.all_reduce(both)
@@ -201,14 +214,14 @@ class Trainer:
         self.run.stats = {k: self.earlier.get(k, 0) + stats[k] for k in sums}
         self.run.stats["density"] = stats["density"]
         self.run.groups = stats["groups"]
-        if self.state.settings.planned:
-            self.run.explained = self.state.explain()
+        if isinstance(self.compressed, sidcomp.Run) and self.args.codec == "auto":
+            self.run.explained = str(self.compressed)
 
     def save(self) -> None:
         """Each rank its own file: what the memory keeps differs from rank to rank."""
         assert self.file is not None
         self.read_stats()
-        part, ours = self.file.with_suffix(".part"), self.local or self.state
+        part, ours = self.file.with_suffix(".part"), self.compressed
         torch.save(
             {
                 "model": self.module.state_dict(),
@@ -225,8 +238,8 @@ class Trainer:
         if self.file is not None:
             self.save()
         self.read_stats()
-        if self.state is not None:
-            self.state.close()
+        if self.compressed is not None:
+            self.compressed.close()
         del self.model
 
 
@@ -248,13 +261,9 @@ def shard(module: torch.nn.Module, ranks: int, device: torch.device) -> dist.Pro
 
 def train(task: Task, args: Namespace, show: bool) -> list[Run]:
     """Runs of: no communication (some steps only, for their time), plain DDP, sidcomp."""
-    settings = "".join(f" {k}={v}" for k, v in args.parameters.items())
-    settings += f" groups={args.groups}" if args.groups not in (None, "bucket") else ""
-    settings += ", local error" if args.local_error else ""
-    settings += f" every {args.every} steps" if args.local_error and args.every > 1 else ""
     alone = Trainer("no communication", task, args, ddp=False, compress=False)
     dense = Trainer("plain DDP", task, args, ddp=True, compress=False)
-    ours = Trainer(f"{args.codec}{settings}", task, args, ddp=True, compress=True)
+    ours = Trainer(name(args), task, args, ddp=True, compress=True)
     every = max(6, math.ceil(args.steps / 12))
     until = min(args.steps, args.stop_at or args.steps)
     with report.Progress([dense.run, ours.run], args.steps, show) as progress:
@@ -267,6 +276,17 @@ def train(task: Task, args: Namespace, show: bool) -> list[Run]:
     for trainer in (alone, dense, ours):
         trainer.close()
     return [alone.run, dense.run, ours.run]
+
+
+def name(args: Namespace) -> str:
+    """What is compressed, in words."""
+    if args.codec == "auto":
+        return "sidcomp"
+    settings = "".join(f" {k}={v}" for k, v in args.parameters.items())
+    settings += f" groups={args.groups}" if args.groups not in (None, "bucket") else ""
+    settings += ", updates" if args.updates else ""
+    settings += f" every {args.every} steps" if args.updates and args.every > 1 else ""
+    return f"{args.codec}{settings}"
 
 
 def main() -> int:
@@ -290,11 +310,15 @@ def main() -> int:
     show = dist.get_rank() == 0
     try:
         task = TASKS[args.task](dist.get_rank(), dist.get_world_size(), args.batch, device)
-        runs = train(task, args, show)
+        seeds = []
+        for seed in range(args.seed, args.seed + args.seeds):
+            if show and args.seeds > 1:
+                print(f"seed {seed}", flush=True)
+            seeds.append(train(task, Namespace(**{**vars(args), "seed": seed}), show))
         if show and args.stop_at:
             print(f"stopped at step {args.stop_at}; go on with --checkpoint {args.checkpoint} --resume")
         elif show:
-            report.write(args, task, runs, dist.get_world_size())
+            report.write(args, task, seeds, dist.get_world_size())
     finally:
         # A program that ends while Gloo's threads hold tensors can abort: docs/troubleshooting.md.
         gc.collect()

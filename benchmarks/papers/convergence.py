@@ -289,7 +289,7 @@ def rows_of(task: str, steps: int, only: Sequence[str]) -> dict[str, str]:
     own = {"dgc": holds, "redsync": holds, **SUITED.get(task, {})}
     rows = {c.name: f"--codec {c.name} {own.get(c.name, '')}" for c in sidcomp.codecs() if not c.lossless}
     for preset in sidcomp.presets():
-        if preset not in ("ci", "fp16", "topk-1pct", "topk-fortieth"):  # other rows have them
+        if preset not in ("fp16", "topk-1pct", "topk-fortieth"):  # other rows have them
             rows[f"preset {preset}"] = f"--config {preset}"
     for label, text in VARIANTS.items():
         rows[label] = (
