@@ -392,6 +392,54 @@ def test_a_parameter_that_is_released_is_averaged_from_then_on(kind: str) -> Non
         assert ("begin to train in step 8" in r["said"]) is (rank == 0)
 
 
+def replaces(rank: int, world: int, when: str) -> str:
+    module = network(seed=rank)
+    optimizer = sgd(module)
+    with sidcomp.compress(module, optimizer, "int4") as it:
+        train(module, optimizer, rank, range(3))
+        last = module[4]
+        last.weight = torch.nn.Parameter(last.weight.detach().clone())  # type: ignore[index]
+        return caught(
+            it.average if when == "average" else lambda: train(module, optimizer, rank, range(3, 70))
+        )
+
+
+@pytest.mark.parametrize("when", ["average", "training"])
+def test_a_parameter_that_is_replaced_is_noticed(when: str) -> None:
+    for said in run(replaces, 2, when):
+        assert "SetupError: parameter '4.weight' was replaced" in said, said
+
+
+class Lookahead(torch.optim.SGD):
+    """Named as those of several libraries are."""
+
+
+class SGDScheduleFree(torch.optim.SGD):
+    pass
+
+
+class Own(Lookahead):
+    pass
+
+
+def keeps_copies(rank: int, world: int) -> list[str]:
+    module, said = network(), []
+    for kind in (Lookahead, SGDScheduleFree, Own):
+        optimizer = kind(module.parameters(), lr=0.1)
+        said.append(caught(partial(sidcomp.compress, module, optimizer, "int4")))
+    ddp = DistributedDataParallel(module)
+    optimizer = Lookahead(ddp.parameters(), lr=0.1)
+    with sidcomp.compress(ddp, optimizer, "int4"):  # gradients reach every copy alike
+        train(ddp, optimizer, rank, range(2))
+    return said
+
+
+def test_optimizers_that_keep_a_copy_of_the_parameters_are_refused_by_name() -> None:
+    for said in run(keeps_copies, 2):
+        for name, text in zip(("Lookahead", "SGDScheduleFree", "Own"), said, strict=True):
+            assert f"UnsupportedError: {name} keeps a second copy" in text, text
+
+
 # ---- leaving
 # ------------------------------------------------------------------------------------------------------------
 

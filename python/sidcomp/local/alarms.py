@@ -2,6 +2,7 @@
 exchanges that do not count."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from sidcomp.local.shards import own_part
 from sidcomp.runtime.communicator import exchanging, name_ranks
 
 _LOOKS = 3  # exchanges in which the ranks compare what they did on their own
+_LOOK_EVERY = 64  # steps between two looks at where the parameters are
 _ROW = 4  # exchanges in a row that may be discarded
+_requires_grad = attrgetter("requires_grad")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -107,15 +110,42 @@ class Loaded:
         self._hook.remove()
 
 
-class Frozen:
-    """Notices that parameters begin to train which did not require a gradient before. names: of those that
-    have trained already."""
+class Trained:
+    """Notices that the module trains other parameters than those that are exchanged.
 
-    def __init__(self, module: torch.nn.Module, names: Container[str]) -> None:
-        self._parameters = [p for name, p in named_parameters(module) if name not in names]
+    names   of those that are
+    moves   whether the module replaces its parameters itself, as a sharded one does
+    """
 
-    def released(self) -> bool:
-        return any(p.requires_grad for p in self._parameters)
+    def __init__(self, module: torch.nn.Module, names: Container[str], moves: bool) -> None:
+        named = list(named_parameters(module))
+        self._frozen = [p for name, p in named if name not in names]
+        known = {id(p): name for name, p in named if name in names}
+        self._places = [
+            (owner._parameters, key, p, known[id(p)])
+            for owner in ([] if moves else module.modules())
+            for key, p in owner._parameters.items()
+            if id(p) in known
+        ]
+        self._steps = 0
+
+    def more(self) -> bool:
+        """Whether a parameter begins to train which did not require a gradient before. Called before each
+        step. Raises SetupError if a parameter has been replaced."""
+        if self._steps % _LOOK_EVERY == 0:
+            self.check()
+        self._steps += 1
+        return any(map(_requires_grad, self._frozen))
+
+    def check(self) -> None:
+        """Raises SetupError if a parameter has been replaced."""
+        for place, key, p, name in self._places:
+            if place.get(key) is not p:
+                raise SetupError(
+                    f"parameter {name!r} was replaced by another tensor after sidcomp.compress: exchanges do "
+                    "not reach the new one. Change parameters in place (p.copy_ under torch.no_grad), or "
+                    "change the module before sidcomp.compress"
+                )
 
 
 class Discards:

@@ -1,7 +1,7 @@
 """The arguments of `Updates`: what cannot work is refused before anything has changed."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from sidcomp.local.vectors import named_group
 from sidcomp.state import State, check_state
 
 ERRORS = ("parameters", "memory")  # where a rank keeps what it has not sent
+_COPIES = ("schedulefree", "lookahead")  # in the names of optimizers that keep parameters in their state
 
 
 def is_number(x: object) -> bool:
@@ -138,8 +139,18 @@ def check_float32(named: dict[str, torch.Tensor], why: str) -> None:
             )
 
 
-def check_betas(noise_correction: object, optimizers: list[torch.optim.Optimizer], error: str) -> None:
-    """Raises ArgumentError if the noise correction is for optimizers with two betas, and none has them."""
+def check_optimizers(links: Sequence[Sequence[Any]], noise_correction: object, error: str) -> None:
+    """Raises UnsupportedError if an optimizer keeps parameters in its state, and ArgumentError if the noise
+    correction is for optimizers with two betas, and none has them. links: each one inside its wrappers."""
+    for one in (one for chain in links for one in chain):
+        names = " ".join(kind.__name__ for kind in type(one).__mro__).lower().replace("_", "")
+        if any(name in names for name in _COPIES):
+            raise UnsupportedError(
+                f"{type(one).__name__} keeps a second copy of the parameters, which the exchange of updates "
+                "does not reach: send gradients instead (a DDP model, without updates=True), or take an "
+                "optimizer without such a copy"
+            )
+    optimizers = [chain[-1] for chain in links]
     asked = noise_correction == "rows" or (noise_correction is True and error == "memory")
     if asked and not any(map(adaptive, optimizers)):
         raise ArgumentError(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
 from sidcomp.local import arguments, saved_updates
 from sidcomp.local import error as errors
-from sidcomp.local.alarms import Discards, Frozen, Loaded, OwnGradients, apart
+from sidcomp.local.alarms import Discards, Loaded, OwnGradients, Trained, apart
 from sidcomp.local.choice import Choosing
 from sidcomp.local.correction import Correction
 from sidcomp.local.elastic import Meetings
@@ -118,7 +118,7 @@ class Updates:
             arguments.check_error_in_memory(state, module, parts, deadline, noise_correction, process_group)
         links = chains(optimizers)
         self._optimizers = [each[-1] for each in links]  # those inside of wrappers
-        arguments.check_betas(noise_correction, self._optimizers, error)
+        arguments.check_optimizers(links, noise_correction, error)
         self.module, self.state, self.error = module, state, error
         self.every, self.delay, self.parts = every, delay, parts
         self._given, self._host, self._make_outer = named_group(state, process_group), host, outer
@@ -163,7 +163,7 @@ class Updates:
         self.outer = make_outer(self._make_outer, self.vectors)
         how = self._noise_correction
         self._correction = Correction(self.vectors, whole, self._optimizers, how, in_memory)
-        self.frozen = Frozen(self.module, whole)
+        self.trained = Trained(self.module, whole, moves=bool(self.shards.part))
         self._shown = Shown(self.vectors, self.find)
         return named
 
@@ -234,7 +234,7 @@ class Updates:
         self._shown.refuse("the optimizer would step")
         if self._loaded.others():
             self.restart()
-        if self.frozen.released():
+        if self.trained.more():
             grow(self)
         if not self._met and not self.steps:  # else its own checkpoint was loaded
             self.state._meet(self._optimizers[0], f"the state_dict() of {CALL}() and ")
@@ -457,6 +457,7 @@ class Updates:
         sent (such as "dgc", "momentum" or marsit's), this is one more compressed exchange, with the ranks
         that come by the deadline: nothing is lost, but what was not sent stays in the memory."""
         open_engine(self.state)
+        self.trained.check()
         self._shown.refuse("average() was called")
         if self._loaded.others():
             self.restart()
