@@ -157,14 +157,14 @@ def _costs(measured: dict[str, Any]) -> str:
 
 def _measured_alone(c: Codec, results: Path) -> list[str]:
     """A link to the table of a benchmark that measured this codec alone, if there is one."""
-    name = f"codec-{c.name}.json"
+    name = f"codec-{c.name}.md"
     found = (results / name).exists()
     return [f"- [Measured on recorded gradients](../benchmarks/results/{name})"] if found else []
 
 
 def markdown_page(measured: dict[str, Any], results: Path) -> str:
     """docs/codecs.md: the registry as a page. measured: codec.json of `results`, benchmarks/results, which
-    may also hold a table of one codec, codec-NAME.json."""
+    may also hold a table of one codec, codec-NAME.md."""
     lines = [_INTRODUCTION, "| codec | family | exchange | what it does |", "|---|---|---|---|"]
     for c in codecs():
         lines += [f"| [{c.name}](#{c.name}) | {c.family} | {_travels(c)} | {c.doc} |"]
