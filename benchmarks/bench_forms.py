@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--repeats", type=int, default=25, help="timed runs of each (default 25)")
     parser.add_argument("--steps", type=int, default=60, help="of training that are recorded (default 60)")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/forms.json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/forms.{md,json}")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = run(args.n, args.repeats, args.steps)

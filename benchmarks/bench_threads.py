@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_threads", description=__doc__)
     parser.add_argument("--n", type=int, default=25_600_000, help="elements of both halves together")
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each (default 15)")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/threads.json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/threads.{md,json}")
     args = parser.parse_args(argv)
     n = args.n // 2
     rng = np.random.default_rng(0)
