@@ -314,6 +314,16 @@ def unpack_grows(rows: list[Row]) -> Found:
     )
 
 
+def power_law(rows: list[Row]) -> Found:
+    without, fed = ([float(r["p"]) for r in rows if r["memory"] == m] for m in ("none", "residual"))
+    above = sum(p > 0.5 for p in without)
+    return Found(
+        f"p = {min(without):.2f} to {max(without):.2f} without error feedback, "
+        f"{min(fed):.2f} to {max(fed):.2f} with it",
+        "as large" if min(without) > 0.7 else "smaller" if above else "not here",
+    )
+
+
 def cascading_by_layer(rows: list[Row]) -> Found:
     rates = [(row["elements"], row["SSDM, cascading %"]) for row in rows]
     rest = [rate for _, rate in rates[1:]]
@@ -416,6 +426,12 @@ CLAIMS = [
         "the number of elements is within 20 % of the target",
         "sidco-ratio-under",
         passing,
+    ),
+    Claim(
+        "SIDCo, figure 7",
+        "gradients follow a power law with an exponent above 0.7",
+        "sidco-law",
+        power_law,
     ),
     Claim(
         "SIDCo, figures 1b, 14 to 17",
