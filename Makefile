@@ -133,7 +133,7 @@ coverage: ## lines and branches of csrc/ that the C tests reach
 TORCH ?= torch==2.13.0
 BUILDS = pybind11 setuptools
 NEEDS  = torch numpy rich typer pytest hypothesis matplotlib sklearn $(BUILDS)
-SITE   = mkdocs material mkdocstrings_handlers
+SITE   = mkdocs material mkdocstrings_handlers ruff
 HAS    = -c 'import sys, importlib.util as u; no = [m for m in sys.argv[1:] if not u.find_spec(m)]; print(*no); sys.exit(bool(no))'
 ifndef PYTHON
 PYTHON := $(shell for p in .venv/bin/python python3; do $$p $(HAS) $(NEEDS) >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python)
