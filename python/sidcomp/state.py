@@ -433,8 +433,8 @@ class State(OptimizerFit):
         Without it an element that is sent late is multiplied by the learning rate of the step in which it is
         sent, not by that of its own step: if a schedule lowers the rate, it counts for less. With it each
         step first multiplies the residual by the old rate over the new one, as EF-SGD requires (Karimireddy
-        et al. 2019; experiments/2026-11-loss-by-codec.md has the gain). This takes no pass of its own, and nothing if the rate
-        has not changed.
+        et al. 2019; experiments/2026-11-loss-by-codec.md has the gain). This takes no pass of its own, and
+        nothing if the rate has not changed.
 
         Momenta are not rescaled, as in torch's SGD. The rates (`lr` of each of optimizer.param_groups) are
         read when backward() begins; set them before it or after the step, as schedulers do, and equally on
