@@ -70,6 +70,10 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     for name in ("State", "compress", "simulation.Loopback", "planner.plan", "Schedule"):
         assert f'id="sidcomp.{name}"' in page
     assert "<dt><code>codec</code>, <code>memory</code></dt>" in page
+    first = (tmp_path / "index.html").read_text()
+    assert "admonition warning" in first and "images/doors.svg#only-light" in first
+    assert "#fff" not in (tmp_path / "images" / "doors-dark.svg").read_text()
+    assert "/edit/main/CHANGELOG.md" in (tmp_path / "changes" / "index.html").read_text()
     assert 'href="../results/papers-cupcake/"' in (tmp_path / "papers" / "index.html").read_text()
     for file in (ROOT / "benchmarks" / "results").glob("*.json"):
         assert "<table>" in (tmp_path / "results" / file.stem / "index.html").read_text()
