@@ -144,5 +144,5 @@ def warning(optimizer: "Optimizer", who: str, uses: str, costs: Measured, instea
     return (
         f"this model is trained with {type(optimizer).__name__}, and {who} {uses}, which raised the loss of "
         f"a language model by up to {costs.worst:g} % with AdamW: {instead}; or accept the loss with "
-        'accuracy="any" (docs/accuracy.md, With Adam)'
+        'accuracy="any" (docs/results.md)'
     )
