@@ -70,7 +70,7 @@ $O/%.cpp.o: %.cpp $O/cpp.sig
 $O/%.cu.o: %.cu $O/cu.sig
 	@mkdir -p $(@D)
 	$(CU) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
-# For `make sass`; what ptxas says beside it.
+# For `make registers`; what ptxas says beside it.
 $O/%.cubin: %.cu $O/cu.sig
 	@mkdir -p $(@D)
 	$(CU) -Xptxas=-v -MMD -MP -MF $@.d -cubin $< -o $@ 2> $@.log || { cat $@.log >&2; rm -f $@; exit 1; }
@@ -133,7 +133,7 @@ coverage: ## lines and branches of csrc/ that the C tests reach
 TORCH ?= torch==2.13.0
 BUILDS = pybind11 setuptools
 NEEDS  = torch numpy rich typer pytest hypothesis matplotlib sklearn $(BUILDS)
-SITE   = mkdocs material mkdocstrings_handlers
+SITE   = mkdocs material mkdocstrings_handlers ruff
 HAS    = -c 'import sys, importlib.util as u; no = [m for m in sys.argv[1:] if not u.find_spec(m)]; print(*no); sys.exit(bool(no))'
 ifndef PYTHON
 PYTHON := $(shell for p in .venv/bin/python python3; do $$p $(HAS) $(NEEDS) >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python)
@@ -190,7 +190,7 @@ ASANDOOR = $(addprefix doors/,test_doors.py::test_with_codec_none_all_doors_give
 ASANSOME = $(addprefix tests/,codecs/test_compressor.py codecs/test_wire.py codecs/test_memories.py ddp/test_dense.py ddp/test_reductions.py ddp/test_checkpoint.py $(ASANDOOR))
 # In a shared library clang leaves the sanitizer's functions to whoever loads it.
 ASANLIB  = $(if $(findstring clang,$(CC)),libclang_rt.asan-$(shell uname -m).so,libasan.so)
-ASANALL  = tests $(addprefix --ignore=tests/,package cuda/test_sass.py cuda/test_gpu_check.py)
+ASANALL  = tests $(addprefix --ignore=tests/,package cuda/test_registers.py cuda/test_gpu_check.py)
 asan-python: env ## one in 16 of some Python tests, the core under AddressSanitizer and UBSan (ALL=1: nearly all; TESTS=..., ARGS=...)
 	@test -e "$$($(CC) -print-file-name=$(ASANLIB))" || { echo "sidcomp: $(CC) has no $(ASANLIB)"; exit 1; }
 	@rm -rf $(ASANPY)/lib; mkdir -p $(ASANPY)/lib/sidcomp; ln -s $(filter-out %/__pycache__ %.so,$(wildcard $(CURDIR)/python/sidcomp/*)) $(ASANPY)/lib/sidcomp/
@@ -225,8 +225,10 @@ bench-planner: env all ## how long each algorithm plans six models, and what its
 	$(PYTHON) -m benchmarks.bench_planner $(ARGS)
 bench-plan-real: env all ## every plan over real links: hours; goes on where it stopped (ARGS="--rates 1gbit --minutes 20")
 	$(PYTHON) -m benchmarks.bench_plan_real $(ARGS)
-sass: ## registers, occupancy, instructions and bytes per element of the CUDA kernels; needs nvcc and nvdisasm, no GPU (ARGS=--save)
-	$(PYTHON) -m benchmarks.sass $(ARGS)
+figures: env-build ## the tables of figures on the pages, from benchmarks/results (ARGS=--check)
+	$(PYTHON) -m benchmarks.tables $(ARGS)
+registers: ## registers and spills of the CUDA kernels, as ptxas tells them; needs nvcc, no GPU (ARGS=exchange/ring.cu)
+	$(PYTHON) -m benchmarks.registers $(ARGS)
 gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels in nine minutes; needs no network (LEASE=2: in three more)
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py --lease $(or $(LEASE),1) $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
 ptx-check: env all ## the kernels as nvcc compiles them, on a CPU: PTX translated to C++, against the CPU codecs; needs nvcc, no GPU
@@ -273,7 +275,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext commands env env-build env-docs venv-make venv-docs venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers sass gpu-check gpu-prebuilt gpu-rehearsal ptx-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
+.PHONY: all ext commands env env-build env-docs venv-make venv-docs venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers figures registers gpu-check gpu-prebuilt gpu-rehearsal ptx-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 # Else make removes them, as nothing names them. All files would be too many: beside FORCE make takes a secondary one that
 # is there for stale.

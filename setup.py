@@ -224,7 +224,7 @@ class Build(build_ext):
             stop(f"the build failed; the compiler's message is above{hint}")
 
 
-if __name__ == "__main__":  # others import this file: benchmarks/sass.py and prebuilt.py
+if __name__ == "__main__":  # benchmarks/prebuilt.py imports this file
     setup(
         distclass=distribution(),
         package_dir={"": "python"},

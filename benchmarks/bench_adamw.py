@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import compact_json
-from benchmarks.common import RESULTS, machine, report, with_note
+from benchmarks.common import RESULTS, machine, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import flags
@@ -157,10 +157,11 @@ def main(argv: list[str] | None = None) -> int:
         f"{args.common or 'none'}); a row is a set of flags of examples/train.py. Over dense: the mean of "
         "what each seed loses to dense with that seed."
     )
-    report(name, f"{optimizer}: {task.metric} by bytes", rows(found), note, None)
+    title = f"{optimizer}: {task.metric} by bytes"
+    report(name, title, rows(found), note, None)
     if args.save:
+        record |= {"title": title, "note": note, "rows": rows(found)}
         kept.write_text(compact_json.dumps(record))
-        (RESULTS / f"{name}.md").write_text(with_note(rows(found), note))
     return 0
 
 

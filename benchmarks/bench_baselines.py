@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--task", default="lm", help="of examples/tasks.py (default lm)")
     add("--blocks", type=int, default=4, help="turns of each hook (default 4)")
     add("--steps", type=int, default=9, help="steps of a turn, the first not timed (default 9)")
-    add("--save", action="store_true", help="write benchmarks/results/baselines-HOSTS.{md,json}")
+    add("--save", action="store_true", help="write benchmarks/results/baselines-HOSTS.json")
     args = parser.parse_args(argv)
     found: list[dict[str, Any]] = []
     lines: list[str] = []

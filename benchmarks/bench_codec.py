@@ -321,9 +321,7 @@ def main(argv: list[str] | None = None) -> None:
         default=1,
         help="of the whole table: row by row the quieter one counts (default 1)",
     )
-    parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/NAME.{md,json}, a picture"
-    )
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.json, a picture")
     parser.add_argument("--name", help="(default codec, of other gradients codec-lm)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

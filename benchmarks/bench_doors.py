@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--task", default="transformer", help="of examples/tasks.py (default transformer)")
     add("--blocks", type=int, default=3, help="turns of each door (default 3)")
     add("--steps", type=int, default=6, help="steps of a turn, the first not timed (default 6)")
-    add("--save", metavar="NAME", help="write benchmarks/results/NAME.{md,json}")
+    add("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     args = parser.parse_args(argv)
     if args.hosts < 2 or args.hosts % 2:
         parser.error(f"--hosts {args.hosts}: HSDP has two replicas, so give an even number")

@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps before the next one's turn (default 5)")
     parser.add_argument("--repeats", type=int, default=20, help="turns (default 20)")
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="ranks, a thread each (default 2)")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/hook.{md,json}")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/hook.json")
     args = parser.parse_args(argv)
     rows, allocated = [], 0
     for world in args.world:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import compact_json
-from benchmarks.common import RESULTS, machine, report, summary, with_note
+from benchmarks.common import RESULTS, machine, report, summary
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.outer import RATES, WAYS, learn
 
@@ -259,7 +259,9 @@ def fill(args: argparse.Namespace, name: str, head: dict[str, Any], cells: Cells
 def show(args: argparse.Namespace, name: str, title: str, table: list[dict[str, Any]], note: str) -> None:
     report(name, title, table, note, None)
     if args.save:
-        (RESULTS / f"{name}.md").write_text(with_note(table, note))
+        kept = RESULTS / f"{name}.json"
+        record = {**json.loads(kept.read_text()), "title": title, "note": note, "rows": table}
+        kept.write_text(compact_json.dumps(record))
 
 
 def at_equal_tokens(args: argparse.Namespace) -> None:

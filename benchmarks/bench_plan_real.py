@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--minutes", type=float, default=float("inf"), help="start no cell after so many minutes")
     add("--cells", type=Path, default=Path("build/plan-real.json"), help="kept there (default %(default)s)")
     add("--again", action="store_true", help="measure cells that are there already")
-    add("--save", action="store_true", help="write benchmarks/results/NAME{,-hooks}.{md,json}")
+    add("--save", action="store_true", help="write benchmarks/results/NAME{,-hooks}.json")
     add("--name", default="plan-real", help="of the tables (default %(default)s)")
     args = parser.parse_args(argv)
     try:

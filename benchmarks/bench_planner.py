@@ -265,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", choices=("speed", "regret", "ldp", "error"), help="one table of the four")
     parser.add_argument("--repeats", type=int, default=9, help="timed loops of each call (default 9)")
     parser.add_argument("--draws", type=int, default=5, help="wrong profiles of each instance (default 5)")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/planner-*.{md,json}")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/planner-*.json")
     args = parser.parse_args(argv)
     out = RESULTS if args.save else None
     instances = dict(models.instances())

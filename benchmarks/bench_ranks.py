@@ -369,7 +369,7 @@ def main(argv: list[str] | None = None) -> int:
         help="only this one, in a table of its own",
     )
     add("--blocks", type=int, default=3, help="turns of each way in the check (default 3)")
-    add("--save", action="store_true", help="write benchmarks/results/many-ranks*.{md,json} and a picture")
+    add("--save", action="store_true", help="write benchmarks/results/many-ranks*.json and a picture")
     args = parser.parse_args(argv)
     if args.picture:
         picture(args.save)

@@ -6,7 +6,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +17,9 @@ from rich.table import Table
 from sidcomp import _core
 
 from benchmarks import compact_json
+from benchmarks.compact_json import RESULTS, cell
 
-RESULTS = Path(__file__).parent / "results"
+__all__ = ["RESULTS", "cell", "machine", "race", "ratio", "report", "summary", "version"]
 
 
 class Timing(NamedTuple):
@@ -95,27 +96,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def cell(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def markdown(record: Mapping[str, Any]) -> str:
-    """The table of what a JSON file holds: its title, note, rows and machine."""
-    rows = record["rows"]
-    lines = [f"# {record['title']}", "", record["note"], ""]
-    lines += ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
-    lines += ["| " + " | ".join(cell(v).replace("|", "\\|") for v in row.values()) + " |" for row in rows]
-    lines += ["", ", ".join(f"{k} {v}" for k, v in record["machine"].items()), ""]
-    return "\n".join(lines)
-
-
-def with_note(rows: Sequence[Mapping[str, str]], note: str) -> str:
-    """A table of texts, and the note below it."""
-    lines = ["| " + " | ".join(row) + " |" for row in (rows[0], *(row.values() for row in rows))]
-    lines.insert(1, "|---" * len(rows[0]) + "|")
-    return "\n".join([*lines, "", note, ""])
-
-
 def report(
     name: str,
     title: str,
@@ -124,8 +104,8 @@ def report(
     out: Path | None,
     more: dict[str, Any] | None = None,
 ) -> None:
-    """Prints `rows` as a table and, if asked, writes them to `out`/`name`.json and .md. more: entries for
-    the JSON file."""
+    """Prints `rows` as a table and, if asked, writes them to `out`/`name`.json. more: entries for
+    the file."""
     where = machine()
     table = Table(title=title, caption=escape(note), caption_justify="left")
     for column in rows[0]:
@@ -140,4 +120,3 @@ def report(
     out.mkdir(parents=True, exist_ok=True)
     record = {"title": title, "note": note, "machine": where, **(more or {}), "rows": rows}
     (out / f"{name}.json").write_text(compact_json.dumps(record))
-    (out / f"{name}.md").write_text(markdown(record))

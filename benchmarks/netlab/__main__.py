@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="of the weights (default 0)")
     add("--timeout", type=float, default=900, help="seconds after which all is ended (default 900)")
     add("--loopback", action="store_true", help="no network at all: for correctness only")
-    add("--save", type=Path, metavar="FOLDER", help="write netlab.md and netlab.json there")
+    add("--save", type=Path, metavar="FOLDER", help="write netlab.json there")
     args = parser.parse_args(argv)
     names = args.hooks.split(",")
     if min(args.blocks, args.warmup, args.batch or 1) < 1 or args.steps < 3 or not 1 <= args.hosts <= 200:

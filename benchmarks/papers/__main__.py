@@ -1,8 +1,8 @@
 """Runs the papers' results again, in small: `make papers`, or a part by `make papers ARGS="--only cupcake"`.
 
 Each part is one command of this folder, which prints its table and, with --save, writes it to
-benchmarks/results. A file keeps what is done: stop it, and call it again to go on. At the end the table of
-claims in docs/fidelity.md is written anew from the results (claims.py).
+benchmarks/results. A file keeps what is done: stop it, and call it again to go on. At the end the tables of
+the pages are written anew from the results (benchmarks/tables.py).
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.papers import claims
+from benchmarks import tables
 from benchmarks.papers.training import FIGURES
 
 # MergeComp's table 4: three seeds of two compressors, by layer and merged
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
                     args.done.write_text(json.dumps(done))
                 progress.console.print(f"{command}: {time.monotonic() - begun:.0f} s", highlight=False)
             progress.advance(bar)
-    claims.main([])
+    tables.main([])
     if failed:
         print(f"failed: {'; '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -182,10 +182,10 @@ def _cost(way: str, world: int, size: int, rounds: int, own: float, total: float
 
 
 KS = {"1": 1, "50": 50, "100": 100, "200": 200, "infinity": 0}
-# Tuned on seed 0 with two ranks (docs/accuracy.md).
+# Tuned on seed 0 with two ranks (experiments/2026-11-loss-by-codec.md).
 SETTINGS = (
     "--codec marsit --exchange ring1 --memory compensation --momentum 0 --lr 0.5 --param eta_s=0.002 "
-    "--clip 5 --no-follow"  # as the figures of docs/exchanges.md were measured
+    "--clip 5 --no-follow"  # as the figures of docs/papers.md were measured
 )
 
 
@@ -216,7 +216,7 @@ def periods(
 
 
 # Tables 1 and 2: train.py's flags, and the paper's accuracies of AlexNet and ResNet-20 on CIFAR-10. What is
-# sent late counts as in the papers; rates as in docs/accuracy.md.
+# sent late counts as in the papers; rates as in experiments/2026-11-loss-by-codec.md.
 SSDM = "--codec ssdm --momentum 0 --lr 0.0005 --clip inf"
 BASELINES = {
     "PSGD": ("--codec none", "82.38, 93.42"),

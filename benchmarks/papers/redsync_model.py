@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--hosts", default="2,4,8", help="with commas (default %(default)s)")
     add("--rates", default="1gbit,none", help="of each host's link, with commas (default %(default)s)")
     add("--repeats", type=int, default=25, help="of each operation (default 25)")
-    add("--save", action="store_true", help="write benchmarks/results/papers-redsync-model.{md,json}")
+    add("--save", action="store_true", help="write benchmarks/results/papers-redsync-model.json")
     add("--out", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if "RANK" in os.environ and args.out:

@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--hosts", default="2,4,8", help="with commas (default %(default)s)")
     add("--rate", default="1gbit", help="of each host's link (default %(default)s)")
     add("--repeats", type=int, default=15, help="of each phase (default 15)")
-    add("--save", action="store_true", help="write benchmarks/results/papers-redsync-phases.{md,json}")
+    add("--save", action="store_true", help="write benchmarks/results/papers-redsync-phases.json")
     add("--out", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if "RANK" in os.environ and args.out:

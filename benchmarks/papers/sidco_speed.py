@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--repeats", type=int, default=15, help="timed runs of each (default 15)")
     add("--short", action="store_true", help="only the smallest model and lstm")
-    add("--save", action="store_true", help="write benchmarks/results/papers-sidco-speed.{md,json}")
+    add("--save", action="store_true", help="write benchmarks/results/papers-sidco-speed.json")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     sizes = dict(list(SIZES.items())[:1]) if args.short else SIZES

@@ -494,7 +494,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--cells", type=Path, default=Path("build/papers.json"), help="kept there (default %(default)s)")
     add("--again", action="store_true", help="measure cells that are there already")
     add("--list", action="store_true", help="say what there is, and stop")
-    add("--save", action="store_true", help="write benchmarks/results/papers-FIGURE.{md,json} and a picture")
+    add("--save", action="store_true", help="write benchmarks/results/papers-FIGURE.json and a picture")
     args = parser.parse_args(argv)
     names = [n for n in args.only.split(",") if n]
     if unknown := [n for n in names if not any(key.startswith(n) for key in FIGURES)]:

@@ -14,7 +14,7 @@ const sid_memory *sid_memory_of(const sid_info *i);
 
 /* ---- core.c ------------------------------------------------------------------------------------------------------ */
 /* 1 where encode is faster if it asks for the next tile's elements while it computes, and reads what it has written of a
- * payload at once, for the checksum. On Intel's Sapphire Rapids it is; on AMD's EPYC both were slower (docs/benchmarks.md). */
+ * payload at once, for the checksum. On Intel's Sapphire Rapids it is; on AMD's EPYC both were slower. */
 int sid_prefetches(void);
 
 /* ---- encode.c: the state a step starts from, and what it keeps --------------------------------------------------- */

@@ -73,14 +73,13 @@ struct sid_body {
 };
 
 enum {
-    SID_FINISH_BLOCKS = 3,      /* that fit on a multiprocessor */
-    SID_FINISH_GRID = 2,        /* that are asked for: all must run at once, beside a collective's blocks, too */
-    SID_FINISH_CHUNKS = 4,      /* for a block, or more */
-    SID_FINISH_MOST = 4 * 1024, /* blocks in all */
-    SID_FINISH_SHARED = 14
-        << 10,              /* bytes of shared memory that a block takes, at most: benchmarks/sass.py counts on it */
-    SID_AT_ONCE = 4,        /* sums */
-    SID_COUNTED = SID_BLOCK /* ranges of keys that a pass counts, the last of them for all of its candidates */
+    SID_FINISH_BLOCKS = 3,        /* that fit on a multiprocessor */
+    SID_FINISH_GRID = 2,          /* that are asked for: all must run at once, beside a collective's blocks, too */
+    SID_FINISH_CHUNKS = 4,        /* for a block, or more */
+    SID_FINISH_MOST = 4 * 1024,   /* blocks in all */
+    SID_FINISH_SHARED = 14 << 10, /* bytes of shared memory that a block takes, at most */
+    SID_AT_ONCE = 4,              /* sums */
+    SID_COUNTED = SID_BLOCK       /* ranges of keys that a pass counts, the last of them for all of its candidates */
 };
 
 /* Of the codec's parameters, those every sparse codec begins its table with. */

@@ -1,36 +1,77 @@
-"""For mkdocs: the pages that lie outside docs/, and links to files that the site does not have.
+"""For mkdocs: the pages that lie outside docs/, a page for each file of benchmarks/results, links to files
+that the site does not have, alerts, and drawings for dark screens.
 
 In the repository a link is a path to a file, so that it works on GitHub too. Here it becomes a link to the
 page, if the site has one for that file, and else to the file on GitHub. A link to a file that does not exist
-stays as it is: mkdocs refuses it.
+stays as it is: mkdocs refuses it. GitHub's alerts (> [!NOTE]) become admonitions, and each docs/images/*.svg
+gets a dark sibling, of which the site shows one.
 """
 
+import json
 import posixpath
 import re
+import sys
 from pathlib import Path
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks import compact_json  # noqa: E402
+
+RESULTS = "benchmarks/results/"
 OUTSIDE = {
-    "README.md": "index.md",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "tests/TRACK_RECORD.md": "track-record.md",
 }
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+ALERT = re.compile(r"^> \[!(\w+)\]\n((?:>.*(?:\n|$))+)", re.M)
+DRAWING = re.compile(r"!\[([^\]]*)\]\((images/[\w-]+)\.svg\)")
+DARK = {"#fff": "#1e2129", "#222": "#e2e4e9", "#555": "#9a9ca5", "#f6f6f6": "#2b2e38", "#ccc": "#555865"}
+DARK |= {"#9fb3c8": "#44607c", "#edae49": "#8f6420", "#66a182": "#3b6b53", "#d1495b": "#a33848"}
+
+
+def on_config(config):
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    config.copyright = f"sidcomp {version[1]}" if version else "sidcomp"
+    return config
 
 
 def on_files(files, config):
     for source, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    for file in sorted(compact_json.RESULTS.glob("*.json")):
+        content = compact_json.page(json.loads(file.read_text()))
+        page = File.generated(config, f"results/{file.stem}.md", content=content)
+        page.inclusion = InclusionLevel.NOT_IN_NAV
+        files.append(page)
+    for drawing in (ROOT / "docs" / "images").glob("*.svg"):
+        files.append(
+            File.generated(config, f"images/{drawing.stem}-dark.svg", content=dark(drawing.read_text()))
+        )
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
+    if page.file.src_uri.startswith("results/"):
+        return markdown
     sources = {name: source for source, name in OUTSIDE.items()}
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-    return LINK.sub(lambda link: f"]({moved(link[1], source, config.repo_url)}{link[2] or ''})", markdown)
+    page.edit_url = f"{config.repo_url}/edit/main/{source}"
+    markdown = LINK.sub(lambda link: f"]({moved(link[1], source, config.repo_url)}{link[2] or ''})", markdown)
+    markdown = DRAWING.sub(r"![\1](\2.svg#only-light)\n![\1](\2-dark.svg#only-dark)", markdown)
+    return ALERT.sub(lambda found: admonition(found[1], found[2]), markdown)
+
+
+def admonition(kind: str, quoted: str) -> str:
+    lines = (re.sub("^> ?", "    ", line).rstrip() for line in quoted.splitlines())
+    return f"!!! {kind.lower()}\n\n" + "\n".join(lines) + "\n\n"
+
+
+def dark(drawing: str) -> str:
+    return re.sub(r"#(?:[0-9a-f]{6}|[0-9a-f]{3})\b", lambda color: DARK.get(color[0], color[0]), drawing)
 
 
 def moved(target: str, source: str, repository: str) -> str:
@@ -42,6 +83,8 @@ def moved(target: str, source: str, repository: str) -> str:
         return OUTSIDE[path]
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
+    if path.startswith(RESULTS) and path.endswith(".json") and (ROOT / path).exists():
+        return f"results/{posixpath.basename(path).removesuffix('.json')}.md"
     if not (ROOT / path).exists():
         return target
     return f"{repository}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}"

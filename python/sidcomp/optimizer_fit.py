@@ -79,7 +79,7 @@ class OptimizerFit:
             )
             notices.say(
                 f"beside {' and '.join(type(o).__name__ for o in optimizers)} {what}, to keep the loss "
-                "(docs/accuracy.md, With Adam). sidcomp.compress() of a module without "
+                "(docs/results.md). sidcomp.compress() of a module without "
                 "DDP sends fewer bytes",
                 dist.get_rank() if dist.is_initialized() else 0,
             )

@@ -39,14 +39,14 @@ class State(OptimizerFit):
         ddp.register_comm_hook(state, sidcomp.hook)
 
     "auto" measures the model, the machine and the network in the first steps, and chooses the groups and how
-    each is sent; where it measures no gain, the run continues as plain DDP (docs/auto.md). With any other
+    each is sent; where it measures no gain, the run continues as plain DDP (docs/planning.md). With any other
     codec you choose; `State.preset` takes a paper's published setting. Every argument has a default, given in
     brackets.
 
     codec           [None] "auto", or a name in `sidcomp.codecs()`. The codec's parameters (for "topk":
                     density) are further keyword arguments; each may be a Schedule. None: "topk" with
                     density=0.084, values="log4" and indices="packed" unless you give others; these preserved
-                    accuracy best at 1/40 of the bytes (docs/accuracy.md). For a sparse codec, ratio=R may
+                    accuracy best at 1/40 of the bytes (docs/results.md). For a sparse codec, ratio=R may
                     take the place of density, or of bits: a payload then has at most 1 / R of float32's
                     bytes, whatever values and indices are. If you name nothing and give Adam
                     to `follow`, it is "int4": see `accuracy`.
@@ -126,7 +126,7 @@ class State(OptimizerFit):
                     more loss on all of them; at present none. "any": all of them. None: "dense". The choice
                     depends on the optimizer given to `follow`: with Adam and AdamW the default codec is
                     "int4", because a fortieth of the bytes raises the loss by up to 5.5 %
-                    (docs/accuracy.md). If the model is trained with one and is not followed, a warning says
+                    (docs/results.md). If the model is trained with one and is not followed, a warning says
                     so once. Updates can be sent in fewer bytes: `sidcomp.compress` of a module without DDP.
     profile         [None] for planned groups: a Profile of an earlier run or the path of its file, in place
                     of measuring again (`state.profile.save(path)` writes one). One that does not fit is not
@@ -433,8 +433,8 @@ class State(OptimizerFit):
         Without it an element that is sent late is multiplied by the learning rate of the step in which it is
         sent, not by that of its own step: if a schedule lowers the rate, it counts for less. With it each
         step first multiplies the residual by the old rate over the new one, as EF-SGD requires (Karimireddy
-        et al. 2019; docs/accuracy.md shows the gain). This takes no pass of its own, and nothing if the rate
-        has not changed.
+        et al. 2019; experiments/2026-11-loss-by-codec.md has the gain). This takes no pass of its own, and
+        nothing if the rate has not changed.
 
         Momenta are not rescaled, as in torch's SGD. The rates (`lr` of each of optimizer.param_groups) are
         read when backward() begins; set them before it or after the step, as schedulers do, and equally on

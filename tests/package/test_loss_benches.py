@@ -35,7 +35,11 @@ SAYS = {
 def files(folder: Path) -> tuple[dict[str, Any], str]:
     (kept,) = folder.glob("*.json")
     assert kept.read_text() == compact_json.dumps(json.loads(kept.read_text()))
-    return json.loads(kept.read_text()), kept.with_suffix(".md").read_text()
+    return json.loads(kept.read_text()), page(kept)
+
+
+def page(kept: Path) -> str:
+    return compact_json.page(json.loads(kept.read_text()))
 
 
 @pytest.mark.slow
@@ -112,7 +116,7 @@ def test_the_optimizer_is_in_the_name_and_the_metric_in_the_table(
     monkeypatch.setattr(bench_adamw, "measure", lambda *_: {"loss": 0.5, "ratio": 8.0, "elements": 10})
     given = ["--world", "2", "--task", task, "--only", "gradient, int4", "--seeds", "1", "--save"]
     assert bench_adamw.main([*given, "--common", common]) == 0
-    assert says in (tmp_path / f"{file}.md").read_text()
+    assert says in page(tmp_path / f"{file}.json")
 
 
 TIMES = {
@@ -165,7 +169,7 @@ def test_at_equal_time_each_way_takes_the_steps_that_fit(timed: list[dict[str, A
     ]
     record = json.loads((tmp_path / "outer-time-100mbit.json").read_text())
     assert record["times"] == "outer-lab-100mbit"
-    lines = (tmp_path / "outer-time-100mbit.md").read_text().splitlines()
+    lines = page(tmp_path / "outer-time-100mbit.json").splitlines()
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:2] == "| "]
     assert [(row[0], row[2], row[4]) for row in table[1:]] == [
         ("DDP", "15", "10"),
@@ -214,7 +218,7 @@ def test_it_trains_in_the_precision_of_the_times(
     (tmp_path / "outer-lab-100mbit.json").write_text(json.dumps({**TIMES, "title": TIMES["title"] + ending}))
     assert equal_time("15", "--ways", "DDP") == 0
     assert [spec["bfloat16"] for spec in timed] == [not ending]
-    assert says in (tmp_path / "outer-time-100mbit.md").read_text()
+    assert says in page(tmp_path / "outer-time-100mbit.json")
 
 
 @pytest.mark.parametrize("now", [False, True])
@@ -234,7 +238,7 @@ def test_losses_of_two_precisions_are_not_mixed(
     before = first.read_text()
     monkeypatch.setattr(bench_outer, "computes_in_bfloat16", lambda device: now)
     assert bench_outer.main(given) == 0 and [spec["bfloat16"] for spec in timed[2:]] == 2 * [now]
-    assert ("in float32" in (tmp_path / f"{names[now]}.md").read_text()) is not now
+    assert ("in float32" in page(tmp_path / f"{names[now]}.json")) is not now
     assert first.read_text() == before
     first.replace(tmp_path / f"{names[now]}.json")
     assert bench_outer.main([*given, "--seeds", "2"]) == 2 and len(timed) == 4
@@ -251,7 +255,7 @@ def test_losses_of_two_clips_are_not_mixed(
     assert bench_outer.main([*given, "--seeds", "2"]) == 2 and len(timed) == 2
     assert "--clip 0.5: give that" in capsys.readouterr().err
     (kept,) = tmp_path.glob("outer-lm-2*.json")
-    assert "clipped at 0.5" in kept.with_suffix(".md").read_text()
+    assert "clipped at 0.5" in page(kept)
     record = json.loads(kept.read_text())
     del record["clip"]  # as before there was --clip
     kept.write_text(compact_json.dumps(record))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from statistics import mean
 
 import pytest
+from sidcomp.config import accuracy
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import common, compact_json  # noqa: E402
+from benchmarks import common, compact_json, tables  # noqa: E402
 from benchmarks.papers import claims  # noqa: E402
 
 ROWS = [{"a": 1, "b": [2.5, "x y"]}, {"a": None, "c": {"d": True}}]
@@ -35,28 +38,65 @@ def test_a_table_has_its_names_once() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
-def test_what_is_committed_is_compact_and_its_table_says_the_same(file: Path) -> None:
-    text = file.read_text()
-    record = json.loads(text)
+def test_what_is_committed_is_compact_and_can_be_shown(file: Path) -> None:
+    record = json.loads(text := file.read_text())
     assert text == compact_json.dumps(record)
-    if file.stem == "sass":  # docs/cuda-sass.md has its tables
-        return
-    table = file.with_suffix(".md").read_text()
-    if "rows" in record:
-        assert table == common.markdown(record)
-        return
-    pytest.importorskip("torch")
-    from benchmarks import bench_adamw, bench_outer
+    page = compact_json.page(record)
+    assert page.startswith(f"# {record['title']}\n") and page.count("\n| ") >= len(record["rows"])
 
-    bench = bench_adamw if file.stem.startswith(("adamw", "sgd")) else bench_outer
-    note = table.splitlines()[-1]
-    rows = bench_outer.rows_at_equal_time if file.stem.startswith("outer-time") else bench.rows
-    assert table == common.with_note(rows(record["found"]), note)
-    if bench is bench_adamw:
-        world = file.stem.split("-")[2]
-        elements = int(record["found"]["dense"]["elements"])
-        assert f", {elements:,} parameters, {world} ranks, " in note
-        assert f"(flags of all rows: {record['common'] or 'none'})" in note
+
+def test_a_page_has_title_note_rows_and_machine() -> None:
+    record = {
+        "title": "T",
+        "note": "N",
+        "machine": {"cpu": "C", "cores": 2},
+        "rows": [{"a": 1.234, "b": "x|y"}],
+    }
+    assert (
+        compact_json.page(record) == "# T\n\nN\n\n| a | b |\n|---|---|\n| 1.23 | x\\|y |\n\ncpu C, cores 2\n"
+    )
+
+
+@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
+def test_tables_of_pages_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text()
+    assert tables.written(text) == text, "run: make figures"
+    marks = re.findall(r"<!-- (/?table)\b", text)
+    assert marks == ["table", "/table"] * (len(marks) // 2), "a marker without its other one"
+
+
+def test_a_table_that_was_edited_is_found_and_written_anew() -> None:
+    (name, make), *_ = tables.TABLES.items()
+    text = tables.written(f"before\n<!-- table: {name} -->\nedited\n<!-- /table -->\nafter\n")
+    assert compact_json.markdown(make()) in text and "edited" not in text
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and tables.written(text) == text
+
+
+def test_each_table_is_on_a_page() -> None:
+    shown = {
+        name for page in tables.pages() for name in re.findall(r"<!-- table: ([\w-]+) -->", page.read_text())
+    }
+    assert shown == set(tables.TABLES)
+
+
+def test_the_codecs_that_may_be_chosen() -> None:
+    """The table in the code: every model and number of ranks that was measured, and no other."""
+    labels = {"topk": "default", "deadzone": "deadzone, 2 bits"}
+    names = {
+        (model, ranks): f"adamw-{task}-{ranks}"
+        for task, model in tables.MODELS.items()
+        for ranks in (2, 4, 8)
+    }
+    for (codec, _), figures, seeds in accuracy.ADAPTIVE:
+        label = f"gradient, {labels.get(codec, codec)}"
+        found = {run: tables.record(name)["found"] for run, name in names.items()}
+        assert set(figures) == {run for run in names if label in found[run]}
+        for run, figure in figures.items():
+            assert figure == pytest.approx(mean(tables.over(names[run], label)), abs=0.051)
+        assert set(seeds) == {run for run in names if len(found[run]["dense"]["loss"]) > 1}
+        for run, figure in seeds.items():
+            dense = found[run]["dense"]["loss"].values()
+            assert figure == pytest.approx(100 * (max(dense) / min(dense) - 1), abs=0.051)
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])
@@ -78,13 +118,6 @@ def test_a_version_is_found_in_a_source_tree_and_its_absence_is_said(
     assert common.version("sourcetree") == "1.2"
     assert common.version("sidcomp_has_no_such_package") == "not installed"
     sys.modules.pop("sourcetree")
-
-
-def test_the_table_of_claims_is_what_the_results_say() -> None:
-    assert claims.main(["--check"]) == 0, "run python -m benchmarks.papers.claims"
-    for claim in claims.CLAIMS:
-        for field in (claim.paper, claim.says):
-            assert f"| {field} |" in claims.table()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """`sidcomp estimate`: the shapes of models, what is predicted for them, and what it says of wrong input."""
 
 import json
-import re
-import shlex
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -399,24 +397,6 @@ def test_json_holds_what_the_table_shows_and_cpus_are_measured(tmp_path: Path) -
         assert way["spread"][0] <= way["speedup"] <= way["spread"][1]
     said = " ".join(run(*command).stdout.split())
     assert " to " in said and "measured in turns" in said
-
-
-def test_the_benchmarks_page_has_what_its_command_prints(tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text()
-    (part,) = re.findall(r"^## More ranks\n(.*?)^## ", page, re.M | re.S)
-    (block,) = re.findall(r"^```sh\n(.*?)^```$", part, re.M | re.S)
-    echo, command = (shlex.split(line) for line in block.replace("\\\n", "").splitlines())
-    (tmp_path / "config.json").write_text(echo[1])
-    words = command[2:]
-    words[words.index("--model") + 1] = str(tmp_path / "config.json")
-    rows = re.findall(r"^\| (\d+)" + r" \| ([\d.]+)" * 5 + r" \|$", part, re.M)
-    assert [int(row[0]) for row in rows] == [8, 16, 64]
-    for ranks, *times in rows:
-        words[words.index("--ranks") + 1] = ranks
-        found = json.loads(run(*words, "--json").stdout)
-        ways = [*found["ways"], *(found["auto"][name]["way"] for name in OPTIMIZERS)]
-        assert [f"{t:.4g}" for t in (found["dense_ms"], *(w["step_ms"] for w in ways))] == times
-        assert {w["exchange"] for w in ways} == {"twoshot"}
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class Monitoring(Search):
         return Watch(reference=(r.measured_ps or base) // 1000, base=base // 1000)
 
     def _warm_up(self, regime: Regime) -> Generator[Order, Iteration, Regime]:
-        """Lowers the density in stages, as DGC does at the start of training. docs/accuracy.md shows what
+        """Lowers the density in stages, as DGC does at the start of training. experiments/ shows what
         that is worth after a switch during training."""
         r, each = self.report, self.settings.warmup
         own = [

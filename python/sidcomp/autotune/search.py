@@ -33,8 +33,9 @@ _OPTIONS = {"ldp": {"scenarios": 16}, "cupcake": _CUPCAKE, "cupcake-repaired": _
 
 def without_room(waiting: int) -> str:
     return (
-        f'{EXACT[0]} had no room for {waiting} elements of a step, and accuracy="exact" lets none wait for a '
-        f'later one; candidates=[({EXACT[0]!r}, {{"exceptions": x}})] has room for a share x (docs/auto.md)'
+        f'{EXACT[0]} had no room for {waiting} elements of a step, and accuracy="exact" lets none wait for '
+        f'a later one; candidates=[({EXACT[0]!r}, {{"exceptions": x}})] has room for a share x '
+        "(docs/planning.md)"
     )
 
 

@@ -115,7 +115,7 @@ def assumptions(model: Model, found: Estimate, compute: dict[str, Measured], dev
         f"network: {found.link.gbit:g} Gbit/s and {found.link.latency_us:g} us a round, not shared with "
         "others; exchanges take no computing time of their own",
         'codecs: in the hook, over the buckets of DDP, 25 MB each; State("auto") plans its groups, and takes '
-        "a codec only with an optimizer with which it was measured to keep the loss (docs/accuracy.md)",
+        "a codec only with an optimizer with which it was measured to keep the loss (docs/results.md)",
         "local training: the exchange overlaps with nothing (delay=0), and what is computed "
         "beside the codec is not counted; updates train otherwise than DDP's gradients",
         "accuracy is not predicted",

@@ -1,4 +1,4 @@
-"""Which codecs keep the loss with which kind of optimizer, as measured in DDP's hook (docs/accuracy.md)."""
+"""Which codecs keep the loss with which kind of optimizer, as measured in DDP's hook (docs/results.md)."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,7 +47,7 @@ HUNDREDTH: CodecSpec = ("topk", {"ratio": 100, "values": "log2", "indices": "pac
 OUTER: CodecSpec = ("topk", {"density": 1 / 64, "values": "log4", "indices": "packed", "beta": 0.95})
 EXACT: CodecSpec = ("lossless", {})  # rounds nothing
 
-# docs/accuracy.md has both tables. With SGD only the GRU was measured.
+# docs/results.md has both tables. With SGD only the GRU was measured.
 _SGD = {("GRU", 2): 1.6}
 _ADAMW = {
     ("GRU", 2): 0.2,
@@ -144,5 +144,5 @@ def warning(optimizer: "Optimizer", who: str, uses: str, costs: Measured, instea
     return (
         f"this model is trained with {type(optimizer).__name__}, and {who} {uses}, which raised the loss of "
         f"a language model by up to {costs.worst:g} % with AdamW: {instead}; or accept the loss with "
-        'accuracy="any" (docs/accuracy.md, With Adam)'
+        'accuracy="any" (docs/results.md)'
     )

@@ -27,7 +27,7 @@ def check(
             f"{kind} divides by the size of recent gradients, and codec {sparse[0]!r} delivers most of a "
             "gradient steps later, which is not the same to it: with payloads of 1/40 the loss of a "
             f"language model rose by up to {measured.worst:g} %. sidcomp.compress() of a module without "
-            "DDP, or int4, avoid that (docs/accuracy.md, With Adam)",
+            "DDP, or int4, avoid that (docs/results.md)",
             rank,
         )
     if not memory.momentum:

@@ -64,7 +64,7 @@ def crowded(settings: Settings, groups: Sequence[Group], steps: int) -> str | No
     return (
         f"{g.plan.codec} has no room for all elements of {g.label()} that are far smaller than their "
         f"neighbors: after {steps} steps {100 * waiting:.2g} % of its elements wait in the residual. Nothing "
-        f"is lost, but a step is not the plain average to the bit. {instead} (docs/auto.md)"
+        f"is lost, but a step is not the plain average to the bit. {instead} (docs/planning.md)"
     )
 
 

@@ -1,0 +1,392 @@
+"""`make figures`: writes the tables of figures of README and docs/ from benchmarks/results/*.json.
+
+    <!-- table: NAME -->
+    ...
+    <!-- /table -->
+
+What stands between such markers is the table NAME of this file. A page has no other figures of results, so no
+figure is written twice. With --check nothing is written, and it ends with 1 if a page differs.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.compact_json import RESULTS, markdown
+from benchmarks.papers import claims
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.S)
+Row = dict[str, Any]
+Table = Callable[[], list[Row]]
+TABLES: dict[str, Table] = {"claims": claims.rows}
+RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "none": "not limited"}
+TASKS = {"lm": "GRU, 2.3 M", "mlp": "MLP, 6.4 M", "cnn": "CNN, 5.8 M"}
+MODELS = {"lm": "GRU", "gpt": "transformer"}
+
+
+def table(make: Table) -> Table:
+    TABLES[make.__name__.replace("_", "-")] = make
+    return make
+
+
+@cache
+def record(name: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return read
+
+
+def first(text: str) -> float:
+    """The median of "median [quartiles]"."""
+    return float(str(text).split()[0].replace(",", ""))
+
+
+def ms(text: str) -> str:
+    value = first(text)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def code(name: str) -> str:
+    """A hook of the files, with what is Python marked as such."""
+    return re.sub(r"(State\([^)]*\)|\b(?:none|fp16|powersgd|topk|int4)\b(?! hook))", r"`\1`", name, count=1)
+
+
+def pivot(name: str, index: str, title: str, cells: Callable[[Row], Row]) -> list[Row]:
+    """A row for each value of the column `index`, with the cells of all rows that have it."""
+    out: dict[str, Row] = {}
+    for row in record(name)["rows"]:
+        out.setdefault(row[index], {title: row[index]}).update(cells(row))
+    return list(out.values())
+
+
+# ---- the time of a step, and its bytes -----------------------------------------------------------
+
+
+def baselines(hosts: int, cells: Callable[[Row], Row]) -> list[Row]:
+    found = pivot(f"baselines-{hosts}", "hook", "hook", cells)
+    return [{**row, "hook": code(row["hook"])} for row in found]
+
+
+@table
+def hooks() -> list[Row]:
+    """Milliseconds of a step of each hook, on two networks and two numbers of hosts."""
+    two, four = (
+        baselines(hosts, lambda row, hosts=hosts: {f"{hosts} hosts, {row['link']}": ms(row["ms a step"])})  # type: ignore[misc]
+        for hosts in (2, 4)
+    )
+    error = baselines(2, lambda row: {"error of one mean": row["error of one mean"]})
+    return [{**a, **b, **c} for a, b, c in zip(two, four, error, strict=True)]
+
+
+@table
+def sent() -> list[Row]:
+    """Bytes that a rank sends in a step, as the kernel counts them."""
+    columns = []
+    for hosts in (2, 4):
+        count = baselines(hosts, lambda row: {"bytes": row["bytes sent a step"]})[1:]
+        plain = first(count[0]["bytes"])
+        columns.append(
+            [
+                {
+                    f"{hosts} hosts": row["bytes"],
+                    f"{hosts} hosts, fewer": f"{plain / first(row['bytes']):.1f}",
+                }
+                | {"hook": row["hook"]}
+                for row in count
+            ]
+        )
+    return [{"hook": a["hook"], **a, **b} for a, b in zip(*columns, strict=True)]
+
+
+def sweep(name: str, columns: dict[str, str], *rates: str) -> list[Row]:
+    columns = {"ceiling": "no communication", "dense": "plain DDP", **columns, "auto": '`State("auto")`'}
+    rows = sorted(
+        record(name)["rows"], key=lambda row: (row["hosts"], [*RATES, row["rate"]].index(row["rate"]))
+    )
+    return [
+        {"hosts": row["hosts"], "link": RATES[row["rate"]], "model": TASKS[row["task"]]}
+        | {title: ms(row[key]) for key, title in columns.items()}
+        | (
+            {"times as fast as plain DDP": row["speed / plain DDP"], "search": row["search"]}
+            if not rates
+            else {}
+        )
+        for row in rows
+        if row["rate"] in (rates or RATES)
+    ]
+
+
+OTHERS = {"fp16": "torch's fp16 hook", "powersgd": "torch's PowerSGD hook", "default:25MB": "`State()`"}
+OTHERS |= {"even:4@0": "`State()`, four equal groups"}
+TABLES["slow-links"] = lambda: sweep("plan-real", OTHERS, "100mbit", "1gbit")
+TABLES["fast-links"] = lambda: sweep("plan-real", OTHERS, "10gbit", "none")
+TABLES["auto"] = lambda: sweep("plan-real-turns", {})
+
+
+@table
+def doors() -> list[Row]:
+    words = {"register": "the DDP hook", "fsdp.compress": "the FSDP2 hook", "LocalError": "updates"}
+    words |= {"the backend": "the process-group backend", '"auto"': '`State("auto")`'}
+    out = []
+    for row in record("doors-hsdp")["rows"]:
+        model, door = "no wrapper" if row["model"] == "LocalError" else row["model"], row["door"]
+        door = f"updates, {door}" if model == "no wrapper" else door
+        for word, plain in words.items():
+            door = door.replace(word, plain)
+        cells = {"model": model, "exchanged by": door, "ms": ms(row["ms a step"])}
+        out.append(
+            cells | {"times as fast": row["speed / plain"], "bytes of a host": row["bytes sent a step"]}
+        )
+    return out
+
+
+# ---- the loss ------------------------------------------------------------------------------------
+
+
+def over(name: str, label: str) -> list[float]:
+    """Percent that each seed's loss is above the loss without compression."""
+    found = record(name)["found"]
+    return [100 * (loss / found["dense"]["loss"][s] - 1) for s, loss in found[label]["loss"].items()]
+
+
+def percent(each: list[float]) -> str:
+    return f"{mean(each):+.1f} %" + (" (one seed)" if len(each) == 1 else "")
+
+
+@table
+def sgd_loss() -> list[Row]:
+    """Mean and range of three seeds; the codecs follow the learning rate."""
+    rows = {"dense": "plain DDP", "topk log4": "`State()`", "topk": "`topk`, 1 %"}
+    out = {what: {"": title, "fewer bytes": ""} for what, title in rows.items()}
+    runs = [("digits", "300", "digits, accuracy"), ("lm", "225 bf16", "GRU, 225 steps, loss")]
+    for task, steps, head in (*runs, ("lm", "450 bf16", "GRU, 450 steps, loss")):
+        for row in record(f"papers-convergence-{task}")["rows"]:
+            if row["steps"] == steps and row["what"] in rows:
+                seeds, value = row["each seed"].split(), row.get("accuracy") or row["validation loss"]
+                out[row["what"]]["fewer bytes"] = f"{row['1 / bytes']:.0f}"
+                out[row["what"]][head] = f"{value} ({min(seeds)} to {max(seeds)})"
+    return list(out.values())
+
+
+@table
+def sgd_hundredth() -> list[Row]:
+    ways = {"dense": "plain DDP", "topk 2.9 %, 4 bits": "`topk` of the gradient"}
+    ways["local error, topk 2.9 %, 4 bits"] = "`topk` of the updates"
+    out = []
+    for label, title in ways.items():
+        cells = {"": title, "fewer bytes": f"{record('sgd-lstm-2')['found'][label]['ratio']:.0f}"}
+        for task, head in (("lstm", "LSTM, loss"), ("cnn", "CNN, accuracy")):
+            seeds = record(f"sgd-{task}-2")["found"][label]["loss"].values()
+            cells[head] = f"{mean(seeds):.4f} ({min(seeds):.4f} to {max(seeds):.4f})"
+        out.append(cells)
+    return out
+
+
+@table
+def every_codec() -> list[Row]:
+    """One seed of each codec with its paper's memory, and three of plain DDP."""
+    out: dict[str, Row] = {}
+    runs = [("digits", "2", "300", "digits, 2 ranks"), ("digits", "4", "100", "digits, 4 ranks")]
+    for task, ranks, steps, head in (*runs, ("lm", "2", "75 bf16", "GRU, 75 steps")):
+        for row in record(f"papers-convergence-{task}")["rows"]:
+            name = row["what"]
+            if (row["ranks"], row["steps"]) == (ranks, steps) and re.fullmatch(r"[\w-]+", name):
+                cells = {"codec": "plain DDP" if name == "dense" else f"`{name}`", "memory": row["memory"]}
+                cells["fewer bytes"] = f"{row['1 / bytes']:.3g}"
+                out.setdefault(name, cells)[head] = ", ".join(row["each seed"].split())
+    return list(out.values())
+
+
+@table
+def adam_gradients() -> list[Row]:
+    """How far the loss with AdamW ends above plain DDP's where gradients are compressed."""
+    codecs = {"default": "`topk`, the default with SGD", "ternary": "`ternary`"}
+    codecs |= {"deadzone, 2 bits": "`deadzone`, 2 bits", "int2": "`int2`", "int4": "`int4`"}
+    files = {f"{MODELS[t]}, {ranks} ranks": f"adamw-{t}-{ranks}" for t in MODELS for ranks in (2, 4, 8)}
+    out = []
+    for codec, title in codecs.items():
+        label = f"gradient, {codec}"
+        cells = {
+            "codec": title,
+            "fewer bytes, 2 ranks": f"{record('adamw-lm-2')['found'][label]['ratio']:.0f}",
+        }
+        for head, name in files.items():
+            cells[head] = percent(over(name, label)) if label in record(name)["found"] else ""
+        out.append(cells)
+    seeds = {head: record(name)["found"]["dense"]["loss"].values() for head, name in files.items()}
+    spread = {head: f"{100 * (max(x) / min(x) - 1):.1f} %" for head, x in seeds.items()}
+    return [*out, {"codec": "plain DDP: worst seed above best", "fewer bytes, 2 ranks": "1", **spread}]
+
+
+UPDATES = {  # setting: for each number of ranks the ending of the file's name, and its row
+    '`preset("topk-fortieth")`': {r: ("clip", "local error, default") for r in (2, 4, 8)},
+    "`ratio=100`": {2: ("clip", "local error, 1/100")}
+    | {r: ("clip", "local error, 1/100, two-shot") for r in (4, 8)},
+    "a thousandth": {2: ("long", "local error, deadzone 0.5, every 16")}
+    | {4: ("longer", "local error, deadzone 1 bit, two-shot, every 32")},
+}
+
+
+@table
+def adam_updates() -> list[Row]:
+    out = []
+    for setting, files in UPDATES.items():
+        for task, model in MODELS.items():
+            for ranks, (ending, label) in files.items():
+                name = f"adamw-{task}-{ranks}-{ending}"
+                steps = record(name)["note"].split(" ranks, ")[1].split()[0]
+                each = over(name, label)
+                cells = {"setting": setting, "model": model, "ranks": ranks, "steps": steps}
+                cells["fewer bytes"] = f"{record(name)['found'][label]['ratio']:.0f}"
+                out.append(cells | {"loss": percent(each), "each seed": ", ".join(f"{x:+.1f}" for x in each)})
+    return out
+
+
+WAYS = {
+    "no communication": "no communication",
+    "DDP": "plain DDP",
+    "DDP, default topk": 'gradients, `preset("topk-fortieth")`',
+    "LocalError, deadzone": "updates, `deadzone` of 0.5 bits",
+    "LocalError, deadzone, delay": "the same, `delay=1`",
+    "LocalError, deadzone, two-shot": "updates, `deadzone` of 1 bit, two-shot",
+    "DiLoCo": "DiLoCo, not compressed",
+    "DiLoCo, delay": "the same, `delay=15`",
+    "Outer": "updates with an outer optimizer",
+    "Outer, delay": "the same, `delay=15`",
+}
+
+
+def by_way(prefix: str, links: dict[str, str], cells: Callable[[Row, str], Row]) -> list[Row]:
+    out: dict[str, Row] = {}
+    for name, head in links.items():
+        for row in record(prefix + name)["rows"]:
+            begun = out.setdefault(row["way"], {"": WAYS[row["way"]], "exchange every": row["every"]})
+            begun |= cells(row, head)
+    heads = dict.fromkeys(head for row in out.values() for head in row)
+    return [{head: out[way].get(head, "") for head in heads} for way in WAYS if way in out]
+
+
+FAR = {"100mbit": "100 Mbit/s", "100mbit-50ms": "100 Mbit/s, 50 ms", "10mbit": "10 Mbit/s"}
+TABLES["updates-time"] = lambda: by_way(
+    "outer-lab-gpt-", {**FAR, "2-100mbit": "2 hosts, 100 Mbit/s"}, lambda row, head: {head: ms(row["mean"])}
+)
+TABLES["equal-time"] = lambda: by_way(
+    "outer-time-gpt-",
+    FAR,
+    lambda row, head: {f"steps, {head}": row["steps"], f"loss, {head}": row["validation loss"]},
+)
+
+
+# ---- the codecs, more ranks, the planner, Marsit -------------------------------------------------
+
+CODECS = {
+    ("topk values=log4 indices=packed", 8.4): "`topk`, 8.4 %, 4 bits, packed: `State()` with SGD",
+    ("int4", 100.0): "`int4`: `State()` with Adam",
+    **{(name, 1.0): f"`{name}`, 1 %" for name in ("topk", "sidco-e")},
+    **{
+        (name, 100.0): f"`{name}`"
+        for name in ("int8", "fp16", "efsignsgd", "deadzone", "lossless", "powersgd")
+    },
+}
+
+
+@table
+def codec_speed() -> list[Row]:
+    """25.6 million float32 elements beside a filled residual, one thread, on two processors."""
+    found = {}
+    for cpu in ("", "-intel"):
+        for row in record(f"codec-avx512vbmi2{cpu}")["rows"]:
+            if row["n"] == 25_600_000 and row["residual"] != "empty":
+                found[cpu, row["codec"], float(row["density %"])] = row
+    out = []
+    for key, title in CODECS.items():
+        amd, intel = found[("", *key)], found.get(("-intel", *key))
+        cells = {
+            "codec": title,
+            "bits": f"{amd['wire bits / element']:.3g}",
+            "encode, ms": ms(amd["encode ms"]),
+        }
+        cells |= {"over `R += G`": f"{amd['encode / limit']:.2f}"}
+        cells |= {"on Intel": f"{intel['encode / limit']:.2f}" if intel else ""}
+        out.append(
+            cells
+            | {"decode of 8, ms": ms(amd["decode ms"]), "over its limit": f"{amd['decode / limit']:.2f}"}
+        )
+    return out
+
+
+@table
+def many_ranks() -> list[Row]:
+    columns = {"dense": "plain DDP", "bf16 wire": "bf16 wire", "default": "`State()`", "int4": "`int4`"}
+    return [
+        {"codecs run on": row["codec on"], "Gbit/s": f"{row['Gbit/s']:g}", "ranks": row["ranks"]}
+        | {title: ms(row[name]) for name, title in columns.items()}
+        for row in record("many-ranks")["rows"]
+        if row["ranks"] in (2, 8, 64, 256)
+    ]
+
+
+@table
+def planners() -> list[Row]:
+    average, worst = record("planner-regret")["rows"][-2:]
+    choices = [name for name in average if name != "instance" and average[name]]
+    return [{"choice": f"`{name}`", "mean": average[name], "worst": worst[name]} for name in choices]
+
+
+@table
+def wrong_costs() -> list[Row]:
+    def cells(row: Row) -> Row:
+        head = "with 16 scenarios" if "," in row["planner"] else "pg"
+        return {f"{head}, mean": f"{row['regret %, mean']:.2f} %", f"{head}, worst": f"{row['worst']:.1f} %"}
+
+    return pivot("planner-error", "error of each cost", "each cost wrong by", cells)
+
+
+TABLES["marsit-signs"] = lambda: pivot(
+    "papers-marsit-rate", "way", "method", lambda row: {f"{row['ranks']} ranks": f"{row['match %']:.1f} %"}
+)
+TABLES["marsit-period"] = lambda: pivot(
+    "papers-marsit-k-digits", "K", "K", lambda row: {f"{row['ranks']} ranks": row["accuracy"]}
+)
+TABLES["marsit-bytes"] = lambda: pivot(
+    "papers-marsit-bytes",
+    "way",
+    "exchange",
+    lambda row: {
+        f"bits, {row['ranks']} ranks": f"{row['bits sent an element']:.2f}",
+        f"ms, {row['ranks']} ranks": f"{row['ms over the link']:.1f}",
+    },
+)
+
+
+# ---- the pages -----------------------------------------------------------------------------------
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def written(text: str) -> str:
+    return MARKED.sub(lambda m: f"{m[1]}\n{markdown(TABLES[m[2]]())}\n\n{m[4]}", text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; name the pages that differ")
+    args = parser.parse_args(argv)
+    stale = {page: new for page in pages() if (new := written(old := page.read_text())) != old}
+    for page, new in stale.items():
+        print(f"{page.relative_to(ROOT)}: {'differs: make figures' if args.check else 'written'}")
+        if not args.check:
+            page.write_text(new)
+    return int(args.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
