@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import run
 from local_training import OPTIMIZERS, backward, batch, go_on, train, updates
+from sidcomp.local import choice
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -506,3 +507,25 @@ def test_what_does_not_fit_is_refused() -> None:
         assert "rank 1 of the process group holds shard" in crossed
         assert "rounds are between all ranks" in deadline
         assert "give as process_group the ranks of all nodes" in errors
+
+
+def chosen_over_shards(rank: int, world: int) -> tuple[str, str]:
+    """Each shard measures for itself, and would choose something else."""
+    mesh = meshes()
+    module = sharded(mesh, 0)
+    optimizer = OPTIMIZERS["Adam"](module.parameters())
+    own = choice.CANDIDATES[3 if rank % 2 else 1]
+    choice.choose = lambda costs, *_: next(cost for cost in costs if cost.spec == own)
+    with sidcomp.compress(module, optimizer, process_group=mesh.get_group("replicate")) as it:
+        for step in range(8):
+            module.zero_grad()
+            backward(module, rank, step)
+            optimizer.step()
+        return choice.label(own), str(it)
+
+
+def test_auto_chooses_the_fewest_bytes_of_all_shards() -> None:
+    found = run(chosen_over_shards, 4)
+    assert len({own for own, _ in found}) == 2
+    for _, report in found:
+        assert f"why: {choice.label(choice.CANDIDATES[3])} is chosen" in report, report

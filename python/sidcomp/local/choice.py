@@ -22,6 +22,7 @@ from sidcomp.autotune.exchange_benchmark import MessageExchanges
 from sidcomp.config.accuracy import FORTIETH, HUNDREDTH, INT4, CodecSpec
 from sidcomp.config.schedule import last
 from sidcomp.config.settings import Settings
+from sidcomp.local.shards import Shards
 from sidcomp.runtime.communicator import Exchange
 from sidcomp.state import State
 
@@ -46,6 +47,7 @@ class Target(Protocol):
     state: State
     every: int
     observer: "Choosing | None"
+    shards: Shards
 
     @property
     def elements(self) -> int: ...
@@ -85,7 +87,8 @@ class Choosing:
         told = exchange.tell_all(pack("d", mine), "choosing what updates send")
         step_s = max(unpack("d", one)[0] for one in told)
         costs = measure(exchange, target.elements, step_s, every, self._arguments)
-        best = choose(costs, step_s, every)
+        own = costs.index(choose(costs, step_s, every))
+        best = costs[-target.shards.peers.smallest(-own)]  # the fewest bytes that some shard needs
         self.take(best.spec)
         self.why = explained(best, costs, step_s, every)
         notices.say(f"updates: {self.why}", target.state.engine.speaker)
