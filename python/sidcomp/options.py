@@ -22,7 +22,8 @@ class Options:
     For any program:
 
     exclude             what is sent uncompressed: names, patterns, "1-D", "embedding", "output", sizes
-    accuracy            how much loss the choices of sidcomp may cost: "exact", "dense", "close", "any"
+    accuracy            how much loss the choices of sidcomp may cost: "exact", "dense", "close", "any". Where
+                        updates are sent, "close" and "any" allow up to 16 steps between two exchanges
     seed                of codecs that draw random numbers
     checksum_every      every so many steps the ranks compare what they decoded
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp import fsdp, notices, rank_states
 from sidcomp.config.accuracy import EXACT, HUNDREDTH, OUTER, CodecSpec, adaptive
+from sidcomp.config.accuracy import check as check_accuracy
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.doors.ddp import register, rewrap
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
@@ -390,9 +391,13 @@ class UpdateRun(Run):
         module = ddp.module if ddp is not None else model
         group = ddp.process_group if ddp is not None and process_group is None else process_group
         outer, deadline = how.get("outer"), how.get("deadline")
+        may_wait = not how.keys() & {"every", "delay", "parts"}  # for more than a step, if loss may be lost
         how.setdefault("every", 1 if outer is None and deadline is None else 30)
         chooses = codec == "auto" and not parameters and outer is None and deadline is None
-        if chooses and arguments.get("accuracy") == "exact":
+        accuracy = arguments.pop("accuracy", None) if chooses else None
+        if accuracy is not None:
+            check_accuracy(accuracy)
+        if accuracy == "exact":
             chooses, codec = False, EXACT[0]
         if chooses:  # what does not fit is an error now, not when it has chosen
             trials = [_trial(name, arguments, own) for name, own in CANDIDATES]
@@ -408,8 +413,9 @@ class UpdateRun(Run):
         links = chains(optimizer)
         super().__init__(module, [each[-1] for each in links])
         self._choosing: Choosing | None = None
+        longer = may_wait and accuracy in ("close", "any")
         if chooses and self.updates.world > 1:
-            self._choosing = self.updates.observer = Choosing(self.updates, arguments)
+            self._choosing = self.updates.observer = Choosing(self.updates, arguments, longer)
         self._scaler = enabled(scaler)
         self._averaged = -1  # the number of steps at the last `average`
         self._closed = False
@@ -467,11 +473,21 @@ class UpdateRun(Run):
             pair = isinstance(chosen, list) and [type(x) for x in chosen] == [str, dict]
             if not pair or tuple(chosen) not in CANDIDATES:
                 raise CheckpointError(f'"chosen" is {chosen!r}, which is nothing that "auto" chooses')
-        self.updates.check(saved["updates"])
-        if chosen is not None and self.updates.observer is not None:
-            self.updates.observer.take(tuple(chosen), states)
-        else:
-            self.state.load_state_dict(states)
+        observer, own = self.updates.observer, self.updates.every
+        if chosen is None:
+            observer = None
+        try:
+            every = dict(saved["updates"]).get("every")
+            if observer is not None and every is not None and observer.waits(every):
+                self.updates.wait(every)
+            self.updates.check(saved["updates"])
+            if observer is not None:
+                observer.take(tuple(chosen), states)
+            else:
+                self.state.load_state_dict(states)
+        except BaseException:
+            self.updates.wait(own)
+            raise
 
     def _beside(self) -> dict[str, Any]:
         scaler = self._scaler.state_dict() if self._scaler is not None else None

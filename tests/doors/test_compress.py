@@ -15,6 +15,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from sidcomp.local import choice
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -504,6 +505,47 @@ def damaged(rank: int, world: int, folder: str) -> tuple[str, str, str]:
         after = str(it)
         train(module, optimizer, rank, range(10))
         return before, after, str(caught.value)
+
+
+def waits_longer(rank: int, world: int, folder: str, accuracy: str) -> tuple[int, str, bool]:
+    """Each exchange takes a third of a step, however few bytes it has."""
+    choice.measure = lambda _exchange, n, step_s, every, arguments, candidates=choice.CANDIDATES: [
+        choice.Cost(spec, step_s / 3, n // 8) for spec in candidates
+    ]
+    module = network(rank)
+    optimizer = adamw(module)
+    options = sidcomp.Options(accuracy=accuracy)
+    with sidcomp.compress(module, optimizer, options=options) as it:
+        train(module, optimizer, rank, range(40))
+        it.save(folder)
+        every, page = it.updates.every, str(it)  # type: ignore[attr-defined]
+        train(module, optimizer, rank, range(40, 50))
+        with it.common():
+            point = flat(module)
+        same = alike(point)
+    again = network(rank)
+    other = adamw(again)
+    with sidcomp.compress(again, other, options=options) as it:
+        assert it.load(folder) and it.updates.every == every  # type: ignore[attr-defined]
+        train(again, other, rank, range(40, 50))
+        with it.common():
+            same = same and torch.equal(flat(again), point)
+    return every, page, same
+
+
+@pytest.mark.parametrize("accuracy", ["dense", "close"])
+def test_auto_waits_longer_only_where_loss_may_be_lost(tmp_path: Path, accuracy: str) -> None:
+    for every, page, same in run(waits_longer, 2, str(tmp_path), accuracy):
+        assert every == (7 if accuracy == "close" else 1) and same
+        assert ("is chosen; an exchange takes" in page) and ("every 7 steps" in page) is (every == 7), page
+
+
+@pytest.mark.parametrize(("cost", "steps"), [(0.001, 1), (0.05, 1), (0.051, 2), (0.3, 6), (9.0, 16)])
+def test_the_interval_makes_the_fastest_exchange_a_twentieth(cost: float, steps: int) -> None:
+    slow = choice.Cost(choice.CANDIDATES[0], 2 * cost, 9)
+    unknown = choice.Cost(choice.CANDIDATES[1], None, 0)
+    fast = choice.Cost(choice.CANDIDATES[2], cost, 5)
+    assert choice.interval([slow, unknown, fast], 1.0) == steps
 
 
 def test_a_damaged_checkpoint_leaves_auto_as_it_was(tmp_path: Path) -> None:

@@ -767,7 +767,7 @@ def test_ranks_that_would_exchange_something_else_are_refused() -> None:
     for said in run(unlike, 2):
         for (_, first, second), text in zip(UNLIKE, said, strict=True):
             (name,) = (n for n in second if second[n] != first[n])
-            what = {"optimizer": "parameters corrected=0", "buffer": "'buffer seen'"}.get(
+            what = {"optimizer": "corrected=0", "buffer": "'buffer seen'"}.get(
                 name, f"{name}={second[name]!r}"
             )
             assert re.search(rf"rank 1 has .*{re.escape(what)}", text), text

@@ -35,6 +35,7 @@ CANDIDATES: tuple[CodecSpec, ...] = (
     (HUNDREDTH[0], {**HUNDREDTH[1], "ratio": 200}),
 )
 SHARE = 0.05  # of a step, which an exchange may take
+_LONGEST = 16  # steps between two exchanges, as in the experiments with a thousandth of the bytes
 _STEPS = 5  # that are timed; the first one does not count
 _REPEATS = 3
 _SAMPLE = 1 << 24  # elements that are measured; the time of more of them is proportional
@@ -52,16 +53,20 @@ class Target(Protocol):
     @property
     def elements(self) -> int: ...
 
+    def wait(self, every: int) -> None:
+        """Exchanges once in so many steps from now on."""
+
     def use(self, state: State, saved: Any = None) -> None:
         """Goes on with another State, between two exchanges. saved: what it loads first; None: nothing."""
 
 
 class Choosing:
     """Watches the first steps, in which updates travel uncompressed, and then lets the run go on with the
-    codec that it chooses. arguments: of every State, beside codec and parameters."""
+    codec that it chooses. arguments: of every State, beside codec and parameters. longer: whether it may
+    choose more steps between two exchanges, too."""
 
-    def __init__(self, target: Target, arguments: Mapping[str, Any]) -> None:
-        self._target, self._arguments = target, dict(arguments)
+    def __init__(self, target: Target, arguments: Mapping[str, Any], longer: bool) -> None:
+        self._target, self._arguments, self._longer = target, dict(arguments), longer
         self._ended: float | None = None  # when the last step had ended
         self._steps: list[float] = []  # seconds without exchange
         self.spec: CodecSpec | None = None  # what was chosen
@@ -82,16 +87,24 @@ class Choosing:
     def _choose(self) -> None:
         target = self._target
         exchange, every = target.state.engine.exchange, target.every
+        peers = target.shards.peers
         assert exchange is not None
         mine = median(self._steps[1:])
         told = exchange.tell_all(pack("d", mine), "choosing what updates send")
         step_s = max(unpack("d", one)[0] for one in told)
         costs = measure(exchange, target.elements, step_s, every, self._arguments)
+        if self._longer:
+            every = -peers.smallest(-interval(costs, step_s))
         own = costs.index(choose(costs, step_s, every))
-        best = costs[-target.shards.peers.smallest(-own)]  # the fewest bytes that some shard needs
+        best = costs[-peers.smallest(-own)]  # the fewest bytes that some shard needs
+        target.wait(every)
         self.take(best.spec)
         self.why = explained(best, costs, step_s, every)
         notices.say(f"updates: {self.why}", target.state.engine.speaker)
+
+    def waits(self, every: object) -> bool:
+        """Whether it might have chosen so many steps between two exchanges."""
+        return self._longer and type(every) is int and 1 <= every <= _LONGEST
 
     def take(self, spec: CodecSpec, saved: Any = None) -> None:
         """Goes on with this codec, as measured now or by the run that a checkpoint is from. saved: what State
@@ -164,6 +177,12 @@ def choose(costs: Sequence[Cost], step_s: float, every: int) -> Cost:
     return next(cost for cost in costs if cost.seconds is not None and cost.seconds <= limit)
 
 
+def interval(costs: Sequence[Cost], step_s: float) -> int:
+    """The steps after which the fastest candidate costs a twentieth of the time, at most 16."""
+    fastest = min(cost.seconds for cost in costs if cost.seconds is not None)
+    return min(_LONGEST, max(1, math.ceil(fastest / (SHARE * step_s))))
+
+
 def _too_slow(costs: Sequence[Cost], span_s: float) -> bool:
     """Whether candidates of more bytes than the last one need not be measured."""
     seconds = [cost.seconds for cost in costs]
@@ -180,7 +199,8 @@ def explained(best: Cost, costs: Sequence[Cost], step_s: float, every: int) -> s
         assert cost.seconds is not None
         return f"{1e3 * cost.seconds:.3g} ms, {100 * cost.seconds / (step_s * every):.2g} % of {_span(every)}"
 
-    text = f"{best.label} is chosen; an exchange takes {share(best)} ({1e3 * step_s:.3g} ms a step)"
+    text = f"{best.label}{'' if every == 1 else f' every {every} steps'} is chosen; an exchange takes "
+    text += f"{share(best)} ({1e3 * step_s:.3g} ms a step)"
     others = [f"{c.label} {share(c)}" for c in costs if c.seconds is not None and c is not best]
     if others:
         text += f". Instead: {'; '.join(others)}"

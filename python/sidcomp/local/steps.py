@@ -2,7 +2,6 @@
 
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from sidcomp.local.vectors import (
     whereabouts,
 )
 from sidcomp.runtime.communicator import has_gloo
+from sidcomp.runtime.engine import Model
 from sidcomp.runtime.optimizers import Optimizers, chains
 from sidcomp.state import State
 
@@ -135,8 +135,7 @@ class Updates:
         self.meetings: Meetings | None = None
         if deadline is None:
             same = {"every": every, "delay": delay, "parts": parts, "outer": self.outer.label, "error": error}
-            same |= {"host": host, "noise_correction": noise_correction}
-            same["parameters corrected"] = len(self._correction)
+            same |= {"host": host, "noise_correction": noise_correction, "corrected": len(self._correction)}
             self._start(named, group_of(state, process_group), same)
         else:
             self._meet_others(named, deadline, stale)
@@ -188,17 +187,15 @@ class Updates:
 
     def enter(self, named: dict[str, torch.Tensor]) -> None:
         """Lets the State serve these parameters."""
-        group = self._group
-        self._correction.start(self.every, group)
-        beside = self.noise.nbytes if self.noise is not None else 0
-        device = self.vectors[0].update.device
-        self._serve = partial(
-            serve, module=self.module, named=named, group=group, device=device, part=self.shards.part,
-            beside=beside,
-        )  # fmt: skip
+        self._named = named
+        self._correction.start(self.every, self._group)
         self._model = self._serve(self.state)
         if self.parts > 1:
             self.form(trial=True)  # so that groups over several parts are refused here
+
+    def _serve(self, state: State) -> Model:
+        device, beside = self.vectors[0].update.device, self.noise.nbytes if self.noise else 0
+        return serve(state, self.module, self._named, self._group, device, self.shards.part, beside)
 
     def _meet_others(self, named: dict[str, torch.Tensor], deadline: float, stale: int) -> None:
         """Goes to the first round of the run, or to the next one."""
@@ -279,10 +276,15 @@ class Updates:
         """The number of parameters, of this rank's shard if there are shards."""
         return sum(v.update.numel() for v in self.vectors)
 
+    def wait(self, every: int) -> None:
+        """Exchanges once in so many steps from now on, between two exchanges. There must be one part."""
+        if every != self.every:
+            self.every, self._schedule = every, Schedule([len(self.vectors)], every)
+            self._correction.start(every, self._group)
+
     @torch.no_grad()
     def use(self, state: State, saved: Any = None) -> None:
-        """Goes on with another State, between two steps, alike on all ranks. The one before must keep
-        nothing. saved: what it loads first; None: nothing."""
+        """Goes on with another State; the one before must keep nothing. saved: what it loads first."""
         self.land()
         model = self._serve(state)
         if saved is not None:
@@ -293,13 +295,11 @@ class Updates:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchanges everything now, also with `parts`. Every rank calls it at the same point. With a delay,
-        the means are applied later."""
+        """Exchanges all parts now. Every rank calls it at the same point."""
         open_engine(self.state)
         self.land()
         self._launch(self._schedule.all)
-        if not self.delay:
-            self.land()
+        self.land() if not self.delay else None
 
     def find(self) -> None:
         """Finds the shards of FSDP where they are now. Call it before they are read or changed."""
