@@ -237,7 +237,6 @@ def profile(
         **identity(layout.buckets, p.exchange),
         tensors=tensors,
         forward_ps=at_first,
-        rest_ps=0,  # the time after a backward pass counts to the next iteration
         compute_ps=_PS * compute,
         dense_ps=_PS * dense_ns,
         methods=probed.methods,
