@@ -149,7 +149,7 @@ enum {
     MOST_BLOCKS = SID_MAX_TILE / 64 /* of a tile */
 };
 
-/* Of a tile's blocks, or of the group. */
+/* The scales of a tile's blocks, or the one of the group. */
 typedef struct scale_list {
     uint32_t count;
     float scale[MOST_BLOCKS], inverse[MOST_BLOCKS], edge[MOST_BLOCKS];

@@ -1,5 +1,5 @@
-/* What an exchange is: the contract to which this folder is written (docs/exchanges.md). make.c makes an exchange, step.c keeps
- * its steps together, frames.c has the messages that are no payloads, kept.c the state. */
+/* Defines an exchange: the contract to which this folder is written (docs/exchanges.md). make.c makes an exchange,
+ * step.c keeps its steps together, frames.c has the messages that are no payloads, kept.c the state. */
 #ifndef SID_EXCHANGE_H
 #define SID_EXCHANGE_H
 
@@ -113,7 +113,7 @@ static inline uint32_t sid_slice_kind(const sid_exchange *x, uint32_t s) {
 
 /* ---- frames.c: messages that are no payloads, and failures ------------------------------------------------------------ */
 
-/* What a step remembers between its rounds, at the start of work. */
+/* A step keeps this between its rounds, at the start of work. */
 typedef struct sid_fault {
     int32_t status;
     uint32_t culprit;
@@ -192,8 +192,8 @@ typedef struct sid_hop {
     uint32_t phase; /* of random bits */
     uint32_t votes; /* what comes in carries so many, own bits stand for one; 0: it replaces them */
 } sid_hop;
-/* Of local signs those that are needed in round i of the first ring for the first time: elements [from, to). Returns how many
- * such rounds there are. */
+/* The local signs that round i of the first ring is the first to need: elements [from, to). Returns how many such rounds
+ * there are. */
 uint32_t sid_signs_of(const sid_exchange *x, uint32_t i, uint64_t *from, uint64_t *to);
 
 /* Two-shot. In wire, each a payload's length apart: from 0 on, what goes to the other ranks; what all ranks have for our

@@ -237,7 +237,7 @@ static void add_up(sid_exchange_step *t) {
     for (uint64_t k = 0; sid_fault_of(t)->status && k < len; k++) sum[k] = sid_bits_f32(0x7fc00000u);
 }
 
-/* What the nodes made of our slice goes to the node's other ranks. */
+/* Sends the nodes' result for our slice to the node's other ranks. */
 static void spread(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     const uint32_t mine = local_of(x);
@@ -286,7 +286,7 @@ static sid_status advance(sid_exchange_step *t, uint32_t round) {
         f->encoded |= inside->encoded;
         if (round == last && !f->status) {
             in->kind->finish(&i.inner);
-            /* Where that was not finite, the gradient is out of the memory again; else the vector holds none any more. */
+            /* If that was not finite, the gradient is out of the memory again. Otherwise the vector holds none any more. */
             f->encoded = i.report.nonfinite ? 0 : SID_SPENT;
             if (i.report.nonfinite) f->flags |= SID_FRAME_NONFINITE;
         }
