@@ -75,6 +75,16 @@ struct sid_exchange {
 static inline sid_exchange *sid_within(const sid_exchange *x) { return (sid_exchange *)(uintptr_t)(x + 1); }
 
 const sid_exchange_kind *sid_kind_of(const sid_info *info); /* registry.c */
+/* "auto", and the names of the exchanges that another one may have within (exchanges.def); ends with NULL. registry.c */
+extern const char *const sid_exchanges_within[];
+enum {
+#define SID_EXCHANGE(symbol, cuda, within) +within
+    SID_EXCHANGES_WITHIN = 0
+#include "../exchanges.def"
+#undef SID_EXCHANGE
+};
+/* The exchange of a codec if nobody names one. gather.c */
+const char *sid_usual_exchange(const sid_info *codec);
 
 /* ---- make.c: making one ------------------------------------------------------------------------------------------ */
 

@@ -268,3 +268,7 @@ const sid_exchange_kind sid_exchange_allreduce = {
     .parts = sid_one_part,
     .part = sid_whole_part,
 };
+
+const char *sid_usual_exchange(const sid_info *codec) {
+    return (codec->traits & SID_LINEAR ? &sid_exchange_allreduce : &sid_exchange_allgather)->info.name;
+}
