@@ -19,6 +19,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from local_training import alike, backward, flat, network
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -38,35 +39,6 @@ def compressing(codec: str | None = None, **arguments: Any) -> str:
 
     door.configure(codec, min_bytes=1000, **arguments)
     return "cpu:sidcomp,cuda:sidcomp"
-
-
-def network(seed: int = 0, width: int = 40) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)
-    )
-
-
-def backward(model: nn.Module, rank: int, step: int) -> float:
-    draw = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(16, 12, generator=draw)
-    y = torch.stack([x[:, :4].sum(1), x[:, 4:8].prod(1), x[:, 8:].amax(1)], 1)
-    loss = (model(x) - y).square().mean()
-    loss.backward()
-    return loss.item()
-
-
-def flat(module: nn.Module) -> torch.Tensor:
-    """What this rank holds of the parameters."""
-    parts = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
-    return torch.cat([p.detach().flatten() for p in parts])
-
-
-def alike(module: nn.Module, replicas: Any = None) -> bool:
-    mine = flat(module)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(replicas))]
-    dist.all_gather(everyone, mine, group=replicas)
-    return all(torch.equal(x, mine) for x in everyone)
 
 
 def group() -> Any:
