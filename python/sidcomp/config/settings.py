@@ -145,8 +145,7 @@ class Settings:
         accuracy = _accuracy(accuracy, free, memory)
         if candidates is not None and not auto:
             raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
-        if groups is None:
-            groups = "auto" if auto else "bucket"
+        groups = ("auto" if auto else "bucket") if groups is None else groups
         if auto and groups != "auto":
             raise ArgumentError(
                 f'codec="auto" finds the groups itself: leave groups={groups!r} out, or name a codec'
