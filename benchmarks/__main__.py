@@ -2,8 +2,8 @@
 
 import sys
 
-from benchmarks import bench_codec, bench_hook, bench_threads
+from benchmarks import bench_codec, bench_hook
 
 save = [a for a in sys.argv[1:] if a == "--save"]
-for benchmark in (bench_codec, bench_threads, bench_hook):
+for benchmark in (bench_codec, bench_hook):
     benchmark.main(save)

@@ -1,4 +1,4 @@
-/* What a codec and a memory are: the contract to which csrc/codec/ and csrc/memory/ are written (docs/adding-a-codec.md).
+/* Defines codecs and memories: the contract to which csrc/codec/ and csrc/memory/ are written (docs/adding-a-codec.md).
  *
  * Encode passes over a group once, a tile at a time:
  *     codec->keep    acc <- what the last step's rule left of it        (if the memory gives feedback; or sent_from, sent_levels)
@@ -57,7 +57,7 @@ typedef struct sid_state {
     uint64_t codec[SID_WORDS]; /* bytes 64 to 191: the codec's own statistics */
 } sid_state;
 
-/* What an encode leaves in a word of state->codec: in each half 0, or a number from `least` to `most`. */
+/* The values that an encode leaves in a word of state->codec: in each half 0, or a number from `least` to `most`. */
 typedef struct sid_bound {
     uint32_t least, most;
     uint32_t upper_least, upper_most;
@@ -132,7 +132,7 @@ typedef struct sid_codec {
     int (*sent_levels)(const sid_plan *p, const sid_state *s, uint64_t offset, uint32_t len, uint32_t *key,
                        sid_levels *levels);
     void (*none)(sid_rule *rule); /* the rule that sent nothing */
-    /* What the first `bounds` words of state->codec hold; all of them 0 is sound, too. */
+    /* The bounds of the first `bounds` words of state->codec. All zeros are sound too. */
     const sid_bound *bound;
     uint32_t bounds;
     /* Multiplies the statistics in state->codec by a change of the gradient's scale; NULL if they do not depend on it. */
@@ -203,7 +203,7 @@ extern const char *const sid_memory_dtypes[];
 sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 /* The factor by which a step multiplies the residual of earlier ones. */
 static inline float sid_carry(const sid_step *step) { return step->carry > 0 ? step->carry : 1.0f; }
-/* What the memory multiplied the last gradient by. */
+/* The factor by which the memory multiplied the last gradient. */
 SID_HD float sid_factor_of(const sid_state *s) { return s->factor >= 0 && s->factor <= 1 ? s->factor : 1.0f; }
 SID_HD uint64_t sid_state_stride(uint64_t n) { return sid_round_up(n, 16) + 16; } /* slack: vector loads may run over */
 /* Vector i of a state: n elements of dtype p->kept. */

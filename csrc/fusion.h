@@ -120,7 +120,6 @@ typedef struct sid_algorithm {
 } sid_algorithm;
 
 const sid_algorithm *sid_algorithm_at(uint32_t i); /* NULL past the end */
-const sid_algorithm *sid_algorithm_find(const char *name);
 
 typedef struct sid_fuse_setting {
     const char *name;

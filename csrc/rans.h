@@ -18,7 +18,7 @@ enum {
 };
 #define SID_RANS_LEAST 0x10000u /* state */
 
-/* Of symbols that there are not: freq 1, start SID_RANS_TOTAL. */
+/* Unused symbols have freq 1 and start SID_RANS_TOTAL. */
 typedef struct sid_rans {
     uint32_t symbols;
     uint32_t freq[SID_RANS_SYMBOLS], start[SID_RANS_SYMBOLS];

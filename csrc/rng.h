@@ -53,8 +53,8 @@ SID_HD void sid_draw_block(const sid_draw *d, uint64_t block, uint32_t out[4]) {
     sid_philox(out, d->salt, d->group);
 }
 
-/* Of element i: 16 bits from half-word i % 8 of block i / 8 (low half first), or word i % 4 of block i / 4. A codec uses
- * one of the two in a step. */
+/* The random bits of element i: 16 bits from half-word i % 8 of block i / 8 (low half first), or word i % 4 of block i
+ * / 4. A codec uses one of the two in a step. */
 SID_HD uint32_t sid_draw_16(const sid_draw *d, uint64_t i) {
     uint32_t w[4];
     sid_draw_block(d, i / 8, w);

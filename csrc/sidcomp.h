@@ -132,7 +132,7 @@ typedef struct sid_sizes {
     uint32_t ranks;       /* linear codecs: the most whose bodies can be summed; 0: any number */
 } sid_sizes;
 
-/* What a reduction sums: `count` elements of the body's dtype from byte `offset` of the payload on. */
+/* The part of a payload that a reduction sums: `count` elements of the body's dtype from byte `offset` of the payload on. */
 typedef struct sid_slice {
     uint64_t offset, count;
 } sid_slice;
@@ -169,7 +169,7 @@ typedef struct sid_step {
      * With the learning rate of the last step divided by this one's, acc is p = rate g + e of EF-SGD (Karimireddy et al. 2019,
      * Algorithm 1): what is sent late moves the parameters as far as it would have moved them in time. */
     float carry;
-    /* Where the state that the step starts from lies, in bytes from `state`; a multiple of 64. 0: the step works in place.
+    /* The place of the state that the step starts from, in bytes from `state`; a multiple of 64. 0: the step works in place.
      * Otherwise the step only reads that state, and writes the state after the step to `state`, whatever it held before. To
      * throw the step away, go on with the state that was read: no bit of it has changed. This takes a second state block
      * and, on a CPU, up to 8 bytes of memory traffic per element and vector (docs/how-it-works.md). */

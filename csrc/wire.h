@@ -89,7 +89,7 @@ SID_HD uint64_t sid_sparse_value_bytes(uint64_t count, uint32_t values) {
            : values == SID_VALUES_LOG2 ? 8 + (count + 3) / 4
                                        : (values == SID_VALUES_F16 ? 2 : 4) * count;
 }
-/* Of levels with these flags, and no others: bits of a code; else 0. */
+/* The bits of a code of levels, if these are the flags and no others are set; else 0. */
 SID_HD uint32_t sid_level_bits(uint32_t flags) {
     return flags == SID_FLAG_LOG8 ? 8 : flags == SID_FLAG_LOG4 ? 4 : flags == SID_FLAG_LOG2 ? 2 : 0;
 }

@@ -26,11 +26,10 @@ _FLAGS = [
 ]
 GROUPED = f"convergence --task transformer --steps 60 --seeds 3 {' '.join(_FLAGS)} --save"
 PARTS: dict[str, list[str]] = {
-    "mergecomp": ["mergecomp_cost --runs 5 --save", GROUPED],
+    "mergecomp": [GROUPED],
     "cupcake": ["cupcake --save"],
-    "sidco": ["sidco_speed --save", "sidco_ratio --save", "sidco_ratio --under --save", "sidco_fits --save"],
+    "sidco": ["sidco_speed --save", "sidco_ratio --save", "sidco_ratio --under --save"],
     "redsync": [
-        "redsync_ratio --save",
         "redsync_selection --save",
         "redsync_model --save",
         "redsync_phases --save",
@@ -41,7 +40,6 @@ PARTS: dict[str, list[str]] = {
         "marsit --what rate --save",
         "marsit --what layers --task resnet50 --world 3 --save",
     ],
-    "others": ["contraction --save", "qsgd_elias --save"],
 }
 
 

@@ -63,7 +63,7 @@ void blocks_begin(sid_pass *w) {
     own->few = SID_TILE;
 }
 
-/* Of elements from `inside` on in their block. */
+/* Captures candidates from elements that start at `inside` in their block. */
 static void capture(const sid_simd *v, blocks_work *own, const float *acc, uint32_t inside, uint32_t len) {
     for (uint32_t i = 0; i < len; i += SID_TILE) {
         const uint32_t some = len - i < SID_TILE ? len - i : SID_TILE;

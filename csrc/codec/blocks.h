@@ -66,13 +66,13 @@ SID_HD int blocks_levels_sound(uint32_t word, uint32_t width) {
     return sid_levels_sound(blocks_levels_base(word), blocks_levels_step(word, width), width);
 }
 
-/* What was sent of a block, in the codec's part of the state: elements whose key is above `key`, and of those with that very key the ones
- * before `cut`. rule.cut is BLOCKS_CUT where this is in force. In force or not, `key` predicts the next step's, which is expected
- * within `spread` (fits.h); 0: there is no last one. */
+/* The codec's part of the state says which elements of a block were sent: those whose key is above `key`, and of those
+ * with that very key the ones before `cut`. rule.cut is BLOCKS_CUT where this is in force. In force or not, `key`
+ * predicts the next step's, which is expected within `spread` (fits.h); 0: there is no last one. */
 typedef struct blocks_rule {
     uint32_t key, cut, levels, spread;
 } blocks_rule;
-/* What a state that may be damaged predicts. */
+/* Reads the prediction of a state that may be damaged. */
 SID_HD void blocks_predict(const blocks_rule *r, uint32_t *key, uint32_t *spread) {
     const int sound = r->key < SID_KEY_INF && r->spread >= SID_SPREAD_LEAST && r->spread <= SID_SPREAD_MOST;
     *key = sound ? r->key : 0;

@@ -312,7 +312,7 @@ static const uint8_t *word_at(const deadzone_form *f, const uint8_t *payload, ui
     return payload + f->words + 2 * at;
 }
 
-/* What check has seen: elements of a level and those above it. */
+/* The counts that check has seen: elements of a level and those above it. */
 typedef struct seen {
     uint64_t of[DEADZONE_LEVELS];
     uint32_t wrong;

@@ -1,4 +1,4 @@
-/* What deadzone.c shares with the kernels: where a payload has what, and its model. */
+/* deadzone.c and the kernels share this file: the layout of a payload, and its model. */
 #ifndef SID_DEADZONE_H
 #define SID_DEADZONE_H
 

@@ -25,7 +25,7 @@ SID_HD void sid_learn_key(uint64_t *last, uint64_t *spread, uint32_t now) {
     *spread = sid_spread((uint32_t)*spread, (uint32_t)*last, now);
     *last = now;
 }
-/* What these words hold: a threshold may lie beyond float32. */
+/* The sound values of these words. A threshold may lie beyond float32. */
 #define SID_KEY_BOUND {0, SID_KEY_INF, 0, 0}
 #define SID_SPREAD_BOUND {SID_SPREAD_LEAST, SID_SPREAD_MOST, 0, 0}
 /* From where on to capture; `none`: of the first step. */

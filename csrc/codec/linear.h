@@ -1,5 +1,5 @@
-/* What bodies that are summed have in common: an encoder divides by its world size and says so in header.scale, so that the
- * sum over the ranks is the mean. */
+/* All bodies that are summed have this in common: an encoder divides by its world size and says so in header.scale, so
+ * that the sum over the ranks is the mean. */
 #ifndef SID_LINEAR_H
 #define SID_LINEAR_H
 

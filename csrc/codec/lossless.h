@@ -1,4 +1,4 @@
-/* What lossless.c shares with the kernels: where a payload has what, and an element's parts. */
+/* lossless.c and the kernels share this file: the layout of a payload, and the parts of an element. */
 #ifndef SID_LOSSLESS_H
 #define SID_LOSSLESS_H
 

@@ -1,4 +1,4 @@
-/* What micro.c shares with the kernels: a codec's form, where a payload has what, scales. */
+/* micro.c and the kernels share this file: a codec's form, the layout of a payload, and scales. */
 #ifndef SID_MICRO_H
 #define SID_MICRO_H
 
@@ -34,7 +34,8 @@ SID_HD uint64_t micro_codes_at(const micro_form *f, uint64_t n) {
 
 /* E8M0: 2^(code - 127). */
 SID_HD float micro_power(uint32_t code) { return sid_bits_f32(code ? code << 23 : 0x400000u); }
-/* Of a block whose largest magnitude has this key: the power of two below it, divided by 4, the largest one of E2M1. */
+/* The scale of a block whose largest magnitude has this key: the power of two below it, divided by 4, which is the
+ * largest power of two in E2M1. */
 SID_HD micro_scale micro_mx(uint32_t key) {
     const uint32_t e = key >> 23, code = e > 2 ? e - 2 : 0;
     const micro_scale s = {code, micro_power(code), sid_bits_f32((254u - code) << 23)};

@@ -11,8 +11,8 @@
 void packed_write(const sid_plan *p, const uint32_t *count, const uint16_t *idx, uint64_t sent, uint8_t *payload);
 /* 1 if tile t, of `size` elements, has exactly `count` entries, which ascend within it; `before` are those of earlier tiles. */
 int packed_sound(const sid_plan *p, const uint8_t *payload, uint64_t t, uint64_t before, uint64_t count, uint64_t size);
-/* Of a sound payload the offsets from entry `pos` on, the first of group index `offset` or beyond, to the last below `end` (an
- * offset in at's wire tile) or the `left`-th; returns how many. May write SID_UNPACK_SLACK past them. */
+/* Reads the offsets of a sound payload from entry `pos` on: from the first of group index `offset` or beyond to the last
+ * below `end` (an offset in at's wire tile) or the `left`-th. Returns how many. May write SID_UNPACK_SLACK past them. */
 uint32_t packed_read(const sid_plan *p, const uint8_t *payload, uint64_t pos, uint64_t offset, uint32_t left,
                      uint32_t end, uint16_t *idx);
 

@@ -45,7 +45,7 @@ static sid_matrix matrix_of(const sid_plan *p, const sid_shape *s, uint64_t star
     return m;
 }
 
-/* What the parts of all matrices come to. */
+/* The sums over the parts of all matrices. */
 typedef struct totals {
     uint64_t p, q, kept; /* floats: slices of reductions 0 and 1; P of the matrices */
     uint64_t most;       /* Q of the one that has most */
@@ -73,7 +73,7 @@ static void place(const sid_plan *p, sid_matrix *out) { lay_out(p, out); }
 
 static int feeds_back(const sid_plan *p) { return (p->memory->info.traits & SID_FEEDBACK) != 0; }
 
-/* What has not been added up yet: of the row and the block of rows that a tile's end has cut. */
+/* Sums that are still open: those of the row, and of the block of rows, that a tile's end has cut. */
 typedef struct open_sums {
     float lane[POWER_RANK][POWER_LANES], p[POWER_RANK]; /* of a chunk; of a group of parts */
     float *group;                                       /* of parts of Q */
@@ -265,7 +265,7 @@ static void join(float (*lane)[POWER_LANES], uint32_t rank, float *sum) {
     }
 }
 
-/* What elements x of a row add to it in P. */
+/* Adds the contribution of elements x of a row to P. */
 static void add_to_p(const sid_plan *p, const piece *e, const float *x, const float *q, open_sums *s, float *columns) {
     const sid_matrix *m = e->m;
     const uint64_t left = m->len - e->row * m->cols, end = left < m->cols ? left : m->cols; /* of the row */

@@ -20,7 +20,7 @@
  *
  * QSGD (Alistarh et al. 2017): Q(v_i) = ||v||_2 sign(v_i) xi_i, xi_i one of the levels 0, 1/s .. 1 beside
  * |v_i| / ||v||_2 with E[xi_i] = |v_i| / ||v||_2. MergeComp's 8 bits: sign and s = 127. Fields have a fixed width here;
- * benchmarks/papers/qsgd_elias.py measures what the paper's Elias codes would save.
+ * experiments/qsgd_elias.py measures what the paper's Elias codes would save.
  * TernGrad (Wen et al. 2017): scale = max |v|, P(|code| = 1) = |v_i| / scale, after clipping at c standard deviations,
  * c = 2.5. That is QSGD's rule with one level and the maximum for a norm. */
 #include <math.h>
@@ -149,7 +149,7 @@ enum {
     MOST_BLOCKS = SID_MAX_TILE / 64 /* of a tile */
 };
 
-/* Of a tile's blocks, or of the group. */
+/* The scales of a tile's blocks, or the one of the group. */
 typedef struct scale_list {
     uint32_t count;
     float scale[MOST_BLOCKS], inverse[MOST_BLOCKS], edge[MOST_BLOCKS];

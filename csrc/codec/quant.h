@@ -1,4 +1,4 @@
-/* What quant.c shares with the kernels: a codec's form, where a payload has what, scales. */
+/* quant.c and the kernels share this file: a codec's form, the layout of a payload, and scales. */
 #ifndef SID_QUANT_H
 #define SID_QUANT_H
 
@@ -26,7 +26,7 @@ typedef struct quant_form {
     float top;
 } quant_form;
 
-/* What plan() makes of the parameters, kept in plan->derived. */
+/* plan() derives this from the parameters and keeps it in plan->derived. */
 typedef struct quant_derived {
     quant_form form;
     double clip; /* of NORM_CLIPPED, in standard deviations */
@@ -43,7 +43,7 @@ SID_HD uint64_t quant_blocks(uint64_t n, uint32_t block) { return block ? (n + b
 SID_HD uint64_t quant_codes_at(uint64_t n, uint32_t block) {
     return SID_HEADER_BYTES + sid_round_up(4 * quant_blocks(n, block), 8);
 }
-/* Of n elements; of whole tiles that is also where the codes of the next one are. */
+/* The bytes of the codes of n elements. For whole tiles, this is also the offset of the next tile's codes. */
 SID_HD uint64_t quant_code_bytes(const quant_form *f, uint64_t n) {
     if (f->kind == SID_GRID_THREE) return n / SID_TILE * SID_TRIT_BYTES + sid_trit_columns((uint32_t)(n % SID_TILE));
     return (n * f->bits + 7) / 8;

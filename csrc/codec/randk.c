@@ -154,7 +154,7 @@ static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     sid_header *h = (sid_header *)(void *)w->payload;
     const uint64_t used = SID_HEADER_BYTES + sid_dtype_size(body_dtype(p)) * p->k;
-    /* What is not finite may stand where nobody looks: a sum of bodies shows it by NaN throughout. */
+    /* A value that is not finite may be at an element that is not drawn. A sum of bodies shows it by NaN throughout. */
     if (w->nonfinite && is_linear(p))
         for (uint64_t i = 0; i < p->k; i++) {
             const float nan = sid_bits_f32(0x7fc00000u);

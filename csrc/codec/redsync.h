@@ -88,14 +88,14 @@ SID_HD uint32_t redsync_trials(const redsync_rule *r, double sum, uint32_t most,
     }
 }
 
-/* What Algorithm 3 finds. */
+/* The result of Algorithm 3. */
 typedef struct redsync_found {
     float threshold;
     uint32_t tries; /* 0: a trial's answer lies below what was captured */
 } redsync_found;
 
-/* Of `held` candidates with keys from `low` on, the largest of which is `most`; `kth`, `next`: keys of the k-th and of the
- * (2 k + 1)-th, where there are so many. */
+/* Searches `held` candidates with keys from `low` on; the largest is `most`. `kth` and `next` are the keys of the k-th and
+ * of the (2 k + 1)-th, if there are so many. */
 SID_HD redsync_found redsync_search(const redsync_rule *r, double sum, uint32_t most, uint64_t held, uint32_t low,
                                     uint32_t kth, uint32_t next) {
     const double mean = sum / (double)r->n, above = (double)sid_bits_f32(most) - mean;
@@ -118,7 +118,7 @@ SID_HD redsync_found redsync_search(const redsync_rule *r, double sum, uint32_t 
     return found;
 }
 
-/* What is kept of it for the next steps. */
+/* Keeps in the state what the next steps need of the search. Returns the key beyond the threshold. */
 SID_HD uint32_t redsync_learn(const redsync_rule *r, uint64_t *words, int negative, const redsync_found *found,
                               uint64_t held, uint32_t next) {
     const uint32_t key = redsync_beyond(found->threshold);

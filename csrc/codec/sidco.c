@@ -276,7 +276,7 @@ static inline void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t
     sparse_capture(w, acc, offset, len);
 }
 
-/* Of the candidates with keys from `key` on. */
+/* Sums over the candidates with keys from `key` on. */
 static void among_candidates(const sid_pass *w, uint32_t key, const family *f, sidco_tail *t) {
     const sparse_work *s = sparse_of(w);
     double sums[2][SID_SUMS];

@@ -45,7 +45,7 @@ enum {
     SIDCO_STEP
 };
 
-/* What of the magnitudes beyond a threshold a fit reads. */
+/* The statistics of the magnitudes beyond a threshold that a fit reads. */
 typedef struct sidco_tail {
     double count, sum, squares;
     double logs; /* sum of logarithms to base 2; of the first stage */
@@ -89,7 +89,7 @@ static inline sidco_rule sidco_rule_of(const sid_plan *p, int squares) {
     return r;
 }
 
-/* What the first pass is to do, from the state's words. */
+/* The work of the first pass, read from the state's words. */
 typedef struct sidco_start {
     uint32_t stages, low, whole, probes;
     uint32_t key[SIDCO_PROBES];
@@ -103,7 +103,7 @@ SID_HD double sidco_last_step(const uint64_t *c, uint32_t m) {
     return (double)sid_bits_f32((uint32_t)c[SIDCO_STEP + m]);
 }
 
-/* Of all elements, beyond stage m of the last step; 0: not known. */
+/* Returns the share of all elements that lay beyond stage m of the last step; 0: not known. */
 SID_HD double sidco_last_share(const uint64_t *c, uint32_t m) {
     return (double)sid_bits_f32((uint32_t)(c[SIDCO_STEP + m] >> 32));
 }
@@ -192,7 +192,7 @@ SID_HD double sidco_likeliest_shape(double shape, double s) {
     return shape;
 }
 
-/* Of the first stage; where it is below 0, the threshold is 0. exact: equation 14, else equation 15. */
+/* Returns the first stage's threshold, or 0 if it comes out below 0. exact: equation 14, else equation 15. */
 SID_HD double sidco_gamma(const sidco_rule *p, const sidco_tail *t, double log_inverse) {
     const double ln2 = 0.69314718055994530942;
     if (!(t->count > 0)) return 0;

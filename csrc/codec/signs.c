@@ -323,7 +323,7 @@ static const sid_param params_marsit[] = {
             "local one."},
 };
 
-/* What fixes the magnitude beforehand. */
+/* The functions of codecs whose magnitude is fixed beforehand. */
 #define FIXED(begin_, decode_)                                                                                         \
     .plan = plan_one, .begin = begin_, .tile = tile, .finish = finish_fixed, .keep = keep, .none = rule_none,          \
     .check = check_fixed, .open = open_vote, .decode = decode_

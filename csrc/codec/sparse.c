@@ -20,7 +20,7 @@ void sparse_k(sid_plan *p) {
     if (p->k > p->n) p->k = p->n;
 }
 
-/* Where things lie in work; the same routine asks for the size and carves it. */
+/* Divides work into its parts. The same routine tells the size, for base == NULL. */
 static uint64_t carve(const sid_plan *p, uint8_t *base, sparse_work *s) {
     const uint64_t room = p->room, slack = 16;
     const uint64_t tile = OWN_AT + SPARSE_OWN, keys = tile + sid_round_up(4 * sid_wire_tiles(p->n), 64);

@@ -1,4 +1,4 @@
-/* What the sparsifying codecs share: candidates captured during the pass, exact selection by magnitude, the sparse body
+/* The sparsifying codecs share this file: candidates captured during the pass, exact selection by magnitude, the sparse body
  * and its decoding. A codec on top of it chooses a lower bound before the pass and a key after it. */
 #ifndef SID_SPARSE_H
 #define SID_SPARSE_H

@@ -6,7 +6,7 @@
 
 uint64_t sparse_mean_bytes(const sid_plan *p) { return sid_round_up(sparse_value_at(p), 64); }
 
-/* What was sent instead of each of n magnitudes. */
+/* The mean of n magnitudes, which is sent instead of each of them. */
 static float mean_of(const sid_pass *w, const float *val, uint64_t n) {
     double sums[SID_SUMS];
     memset(sums, 0, sizeof(double) * sid_sums(n));

@@ -1,4 +1,4 @@
-/* What the files of sparse.h share and codecs do not see: the form that the parameters give a payload. */
+/* The files of sparse.h share this, and codecs do not see it: the form that the parameters give a payload. */
 #ifndef SID_SPARSE_FORM_H
 #define SID_SPARSE_FORM_H
 

@@ -1,4 +1,4 @@
-/* What terngrad_shared.c shares with the kernels: the codec's form, where a payload has what. */
+/* terngrad_shared.c and the kernels share this file: the codec's form and the layout of a payload. */
 #ifndef SID_TERNGRAD_SHARED_H
 #define SID_TERNGRAD_SHARED_H
 

@@ -8,10 +8,10 @@
 extern "C" {
 #endif
 
-/* Of a message of `bytes`, a multiple of 8, whose own field for the checksum is at byte `field`. */
+/* The checksum of a message of `bytes`, a multiple of 8. The message's own field for it is at byte `field`. */
 uint64_t sid_message_checksum(const sid_simd *v, const void *message, uint64_t bytes, uint64_t field);
-/* Of a payload. Of its header alone where the body is linear and is summed with others: there header.scale, which is 1 / world,
- * is not 1. */
+/* The checksum of a payload. It covers the header alone if the body is linear and is summed with others: then
+ * header.scale, which is 1 / world, is not 1. */
 uint64_t sid_payload_checksum(const sid_plan *p, const uint8_t *payload);
 /* Takes the payload's bytes from known->to to before `end` into the sum, as far as they are whole blocks of SID_SUM_BYTES. */
 void sid_payload_sum(const sid_plan *p, const uint8_t *payload, uint64_t end, sid_summed *known);

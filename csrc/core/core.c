@@ -35,8 +35,8 @@ sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) {
 }
 
 #if defined(__x86_64__)
-/* What x86-64-v3 has besides, which not every compiler can ask for: every processor with AVX2 has it, but a virtual machine
- * may hide it. */
+/* Checks the rest of x86-64-v3, for which not every compiler can ask. Every processor with AVX2 has it, but a virtual
+ * machine may hide it. */
 static int has_rest_of_v3(void) {
     unsigned a, b, c, d;
     const unsigned movbe = 1u << 22, f16c = 1u << 29, lzcnt = 1u << 5;

@@ -1,4 +1,4 @@
-/* What the core's own files and the exchanges ask of one another, beside sidcomp.h. Codecs and memories do not see it. */
+/* The core's own files and the exchanges share these functions, beside sidcomp.h. Codecs and memories do not see them. */
 #ifndef SID_CORE_H
 #define SID_CORE_H
 

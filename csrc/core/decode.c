@@ -97,7 +97,7 @@ static void mean_again(const sid_gather *g, sid_cursor *cursor, uint64_t *next, 
     for (uint32_t i = 0; i < len; i++) out[i] = sid_mean(sum[i], g->scale);
 }
 
-/* What is not finite of the segments' elements from seg[0]'s element `off` on <- x. */
+/* Replaces the values among the segments, from seg[0]'s element `off` on, that are not finite by those of x. */
 static void mend(const sid_segment *seg, uint64_t off, const float *x, uint32_t len) {
     for (uint32_t i = 0; i < len; i++, off++) {
         while (off == seg->len) {
@@ -121,7 +121,7 @@ static void settle(place *at) {
     }
 }
 
-/* What a decode makes of its tiles. */
+/* The destination of the tiles of a decode. */
 typedef struct sink {
     sid_gather *g;
     sid_dtype dtype; /* of the segments */

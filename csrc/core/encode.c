@@ -24,7 +24,7 @@ static sid_status segments_hold(const sid_plan *p, const sid_segment *seg, uint3
     return sum == p->n ? SID_OK : SID_E_ARG;
 }
 
-/* Where the ranks' bodies are summed, there may be too many. */
+/* A codec whose bodies are summed supports a limited number of ranks. */
 static int fit(const sid_plan *p, const sid_step *step) { return !p->sizes.ranks || step->world <= p->sizes.ranks; }
 
 static int aligned(const void *p) { return (uintptr_t)p % 64 == 0; }
@@ -56,7 +56,7 @@ static uint32_t without_nonfinite(const float *g, float *buf, uint32_t len) {
 /* Whether the codec's rule says what is kept. A memory that learns it from the ranks' update has done so by then. */
 static int feedback(const sid_plan *p) { return p->memory->info.traits & SID_FEEDBACK && !p->memory->received; }
 
-/* What the last step left of a tile: vec[0], and what else depends on it. */
+/* Computes what the last step left of a tile: vec[0], and the vectors that depend on it. */
 static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uint64_t offset, uint32_t len) {
     SID_LINE float before[SID_MAX_TILE];
     if (!feedback(p)) return;
@@ -200,7 +200,7 @@ static void make_pass(sid_pass *w, const sid_segment *seg) {
     tiles(w, seg, 0, w->plan->n, stored, clean, summed);
 }
 
-/* What the header has that no encode has left there counts as absent. */
+/* Clears words of the header that no encode can have written. */
 static void mend(const sid_plan *p, sid_state *s) {
     if (!sid_words_sound(p->codec->bound, p->codec->bounds, s->codec)) memset(s->codec, 0, sizeof s->codec);
     if (!sid_rule_sound(&p->ruling, &s->rule)) p->codec->none(&s->rule);

@@ -62,7 +62,7 @@ struct sid_plan {
     uint32_t n_shapes;
     uint32_t drops; /* 1: the codec drops a part of acc that it neither sends nor keeps */
 };
-/* Where a tensor of a group lies, and its share of a shaped codec's body. */
+/* The place of a tensor in its group, and its share of a shaped codec's body. */
 typedef struct sid_matrix {
     uint64_t start, len;   /* elements of the group */
     uint64_t rows, cols;   /* cols 0: the codec sends it as a vector, of `len` rows */

@@ -10,7 +10,7 @@
 #define SID_MEMORY(symbol, cuda) extern const sid_memory sid_memory_##symbol;
 #include "../memories.def"
 #undef SID_MEMORY
-#define SID_EXCHANGE(symbol, cuda) extern const sid_exchange_kind sid_exchange_##symbol;
+#define SID_EXCHANGE(symbol, cuda, within) extern const sid_exchange_kind sid_exchange_##symbol;
 #include "../exchanges.def"
 #undef SID_EXCHANGE
 
@@ -46,10 +46,18 @@ static const struct {
     const sid_exchange_kind *kind;
     int cuda;
 } exchanges[] = {
-#define SID_EXCHANGE(symbol, cuda) {&sid_exchange_##symbol, (cuda) && WITH_CUDA},
+#define SID_EXCHANGE(symbol, cuda, within) {&sid_exchange_##symbol, (cuda) && WITH_CUDA},
 #include "../exchanges.def"
 #undef SID_EXCHANGE
 };
+
+#define WITHIN_0(symbol)
+#define WITHIN_1(symbol) #symbol,
+#define SID_EXCHANGE(symbol, cuda, within) WITHIN_##within(symbol)
+const char *const sid_exchanges_within[] = {"auto",
+#include "../exchanges.def"
+                                            NULL};
+#undef SID_EXCHANGE
 
 enum {
     N_CODECS = sizeof codecs / sizeof *codecs,

@@ -1,5 +1,5 @@
-/* What an exchange is: the contract to which this folder is written (docs/exchanges.md). make.c makes an exchange, step.c keeps
- * its steps together, frames.c has the messages that are no payloads, kept.c the state. */
+/* Defines an exchange: the contract to which this folder is written (docs/exchanges.md). make.c makes an exchange,
+ * step.c keeps its steps together, frames.c has the messages that are no payloads, kept.c the state. */
 #ifndef SID_EXCHANGE_H
 #define SID_EXCHANGE_H
 
@@ -75,6 +75,16 @@ struct sid_exchange {
 static inline sid_exchange *sid_within(const sid_exchange *x) { return (sid_exchange *)(uintptr_t)(x + 1); }
 
 const sid_exchange_kind *sid_kind_of(const sid_info *info); /* registry.c */
+/* "auto", and the names of the exchanges that another one may have within (exchanges.def); ends with NULL. registry.c */
+extern const char *const sid_exchanges_within[];
+enum {
+#define SID_EXCHANGE(symbol, cuda, within) +within
+    SID_EXCHANGES_WITHIN = 0
+#include "../exchanges.def"
+#undef SID_EXCHANGE
+};
+/* The exchange of a codec if nobody names one. gather.c */
+const char *sid_usual_exchange(const sid_info *codec);
 
 /* ---- make.c: making one ------------------------------------------------------------------------------------------ */
 
@@ -113,7 +123,7 @@ static inline uint32_t sid_slice_kind(const sid_exchange *x, uint32_t s) {
 
 /* ---- frames.c: messages that are no payloads, and failures ------------------------------------------------------------ */
 
-/* What a step remembers between its rounds, at the start of work. */
+/* A step keeps this between its rounds, at the start of work. */
 typedef struct sid_fault {
     int32_t status;
     uint32_t culprit;
@@ -192,8 +202,8 @@ typedef struct sid_hop {
     uint32_t phase; /* of random bits */
     uint32_t votes; /* what comes in carries so many, own bits stand for one; 0: it replaces them */
 } sid_hop;
-/* Of local signs those that are needed in round i of the first ring for the first time: elements [from, to). Returns how many
- * such rounds there are. */
+/* The local signs that round i of the first ring is the first to need: elements [from, to). Returns how many such rounds
+ * there are. */
 uint32_t sid_signs_of(const sid_exchange *x, uint32_t i, uint64_t *from, uint64_t *to);
 
 /* Two-shot. In wire, each a payload's length apart: from 0 on, what goes to the other ranks; what all ranks have for our

@@ -173,7 +173,7 @@ static void send_piece(const sid_exchange_step *t, uint32_t round, uint32_t s) {
     sid_frame_close(t, (sid_frame *)(void *)frame, round, sid_fault_of(t)->flags, body);
 }
 
-/* What has come in `round` is sound, or there is a fault. */
+/* Checks the pieces that came in `round`. A bad one becomes the fault. */
 static void open_pieces(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
     for (uint32_t r = 0; r < x->world; r++) {
@@ -219,7 +219,7 @@ static void sum_pieces(sid_exchange_step *t, uint32_t sum) {
     }
 }
 
-/* What this rank has to say for the codec's reduction `sum`. */
+/* Encodes this rank's part of the codec's reduction `sum`. */
 static void say(sid_exchange_step *t, uint32_t sum) {
     const sid_exchange *x = t->x;
     if (!sum) encode(t, t->wire);
@@ -268,3 +268,7 @@ const sid_exchange_kind sid_exchange_allreduce = {
     .parts = sid_one_part,
     .part = sid_whole_part,
 };
+
+const char *sid_usual_exchange(const sid_info *codec) {
+    return (codec->traits & SID_LINEAR ? &sid_exchange_allreduce : &sid_exchange_allgather)->info.name;
+}

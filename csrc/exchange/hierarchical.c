@@ -39,8 +39,6 @@ sid_nodes sid_nodes_of(const sid_exchange *x) {
                        x->word[L],    local_of(x),  (0x4001u + local_of(x) * x->word[NODES]) << SID_SUBGROUPS};
 }
 
-static const char *const within[] = {"auto", "allreduce", "allgather", "ring1", "torus1", "twoshot", NULL};
-
 static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
     sid_exchange *in = sid_within(x);
     const uint32_t l = (uint32_t)x->param[LOCAL], which = (uint32_t)x->param[WITHIN];
@@ -75,8 +73,8 @@ static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_e
                             2 * SID_MAX_PARAMS);
         settings[c.n_settings++] = config->group->settings[i];
     }
-    sid_exchange_config inner = {within[which], &c, node_of(x), x->word[NODES]};
-    if (!which) inner.exchange = codec->traits & SID_LINEAR ? within[1] : within[2];
+    const char *within = which ? sid_exchanges_within[which] : sid_usual_exchange(codec);
+    sid_exchange_config inner = {within, &c, node_of(x), x->word[NODES]};
     memset(in, 0, sizeof *in);
     sid_status s = sid_exchange_plan(&inner, in, err);
     if (s) return s;
@@ -237,7 +235,7 @@ static void add_up(sid_exchange_step *t) {
     for (uint64_t k = 0; sid_fault_of(t)->status && k < len; k++) sum[k] = sid_bits_f32(0x7fc00000u);
 }
 
-/* What the nodes made of our slice goes to the node's other ranks. */
+/* Sends the nodes' result for our slice to the node's other ranks. */
 static void spread(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     const uint32_t mine = local_of(x);
@@ -286,7 +284,7 @@ static sid_status advance(sid_exchange_step *t, uint32_t round) {
         f->encoded |= inside->encoded;
         if (round == last && !f->status) {
             in->kind->finish(&i.inner);
-            /* Where that was not finite, the gradient is out of the memory again; else the vector holds none any more. */
+            /* If that was not finite, the gradient is out of the memory again. Otherwise the vector holds none any more. */
             f->encoded = i.report.nonfinite ? 0 : SID_SPENT;
             if (i.report.nonfinite) f->flags |= SID_FRAME_NONFINITE;
         }
@@ -361,9 +359,9 @@ static const sid_param params[] = {
      .kind = SID_CHOICE,
      .dflt = 0,
      .min = 0,
-     .max = 5,
+     .max = SID_EXCHANGES_WITHIN,
      .unit = "",
-     .choices = within,
+     .choices = sid_exchanges_within,
      .doc = "The exchange between the nodes. auto: allreduce for linear codecs, otherwise allgather."},
 };
 

@@ -1,4 +1,4 @@
-/* What an exchange keeps from step to step: its state is made of parts, each of which belongs to one plan. */
+/* An exchange keeps its state from step to step. The state is made of parts, each of which belongs to one plan. */
 #include "exchange.h"
 
 #include <string.h>
@@ -25,7 +25,7 @@ static sid_state *state_of(const sid_part *part, const void *state) {
     return (sid_state *)(void *)((uint8_t *)(uintptr_t)state + part->state);
 }
 
-/* Where a part's vectors stand among those that are shown. */
+/* The place of a part's vectors among those that are shown. */
 static float *place_of(const sid_exchange *x, const sid_part *part, float *vectors) {
     return vectors + (part->common ? x->sizes.vectors - 1ull : 0) * x->n + part->start;
 }
@@ -76,8 +76,8 @@ sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const fl
     return SID_OK;
 }
 
-/* What is kept for all has taken in what the ranks sent: where there is such a part, that counts as kept, and theirs as
- * sent. Otherwise it would be sent twice. */
+/* A part that is kept for all ranks has taken in what the ranks sent. If there is one, it counts as kept, and theirs
+ * count as sent. Otherwise the same values would be sent twice. */
 static int keeps_for_all(const sid_exchange *x) {
     int for_all = 0;
     for (uint32_t i = 0; i < x->kind->parts(x); i++) {

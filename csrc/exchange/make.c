@@ -20,8 +20,8 @@ sid_status sid_sub_plan(const sid_exchange_config *config, uint64_t n, const cha
     c.dtype = dtype;
     c.shapes = NULL;
     c.n_shapes = 0;
-    /* Of the settings, those that are not the exchange's; nor the memory's, where another takes its place: its weights
-     * would be applied a second time. */
+    /* Takes the settings that are not the exchange's. If another memory takes its place, the memory's are left out too,
+     * because its weights would be applied a second time. */
     c.settings = settings;
     c.n_settings = 0;
     for (uint32_t i = 0; i < config->group->n_settings; i++) {

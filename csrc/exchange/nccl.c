@@ -356,7 +356,7 @@ sid_status sid_nccl_leave(sid_nccl_comm *c, sid_error *err) {
 
 /* ---- collectives ------------------------------------------------------------------------------------------------ */
 
-/* What all of them begin with; finish must follow where it is SID_OK. *before as of sid_device_enter. */
+/* Begins every call. If it returns SID_OK, finish must follow. *before: see sid_device_enter. */
 static sid_status begin(sid_nccl_comm *c, int there, int *before, sid_error *err) {
     if (err) err->text[0] = 0;
     if (!c || !there) return sid_fail(err, SID_E_ARG, "communicator or buffer is NULL, or the dtype is unknown");

@@ -105,7 +105,7 @@ static uint64_t message_at(const sid_exchange *x, uint32_t round) {
     return message_of(&k);
 }
 
-/* What a step remembers of its own signs, behind sid_fault. */
+/* A step keeps this about its own signs, behind sid_fault. */
 typedef struct signing {
     uint32_t slices; /* of the leading ring, that have been taken */
     uint32_t spare;
@@ -316,7 +316,7 @@ static sid_status advance(sid_exchange_step *t, uint32_t round) {
 static void meanwhile(sid_exchange_step *t, uint32_t round) { take_signs(t, round + 2); }
 
 static void undo(sid_exchange_step *t) {
-    /* What is kept is of the last step where no sign has been taken: all of it must be of this one. */
+    /* Where no sign has been taken yet, the memory is still that of the last step. All of it must be of this one. */
     take_signs(t, UINT32_MAX);
     sid_undo_parts(t);
 }

@@ -52,7 +52,7 @@ static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_e
         return sid_refuse(err, config,
                           "the memory needs the ranks' merged signs, which two-shot does not show it: take exchange "
                           "'ring1', or memory 'residual' or 'none'");
-    /* What rounding the mean loses is kept wherever anything is, and where the codec cannot do without. */
+    /* The error of rounding the mean is kept if anything else is, or if the codec cannot do without. */
     const int keeps = (memory->info.traits | codec->info.traits) & SID_FEEDBACK;
     s = sid_slice_plans(x, config, keeps ? "residual" : "none", SID_F32, x->server, err);
     if (s) return s;

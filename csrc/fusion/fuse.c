@@ -22,11 +22,6 @@ static const sid_planner *find(const char *name) {
     return NULL;
 }
 
-const sid_algorithm *sid_algorithm_find(const char *name) {
-    const sid_planner *p = find(name);
-    return p ? &p->info : NULL;
-}
-
 int64_t sid_option(const sid_job *j, const char *name) {
     const sid_algorithm *a = &j->planner->info;
     for (uint32_t i = 0; i < a->n_options; i++)

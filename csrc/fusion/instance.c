@@ -183,7 +183,7 @@ sid_fuse_status sid_check_instance(const sid_instance *in, int64_t limit, sid_fu
         if (!s) s = check_curve(&q->exchange, m, "exchange", total, err);
         if (!s) s = check_curve(&q->decode, m, "decode", total, err);
         if (s) return s;
-        /* What a plan can take: all three at their dearest, whichever method it takes for which group. */
+        /* The longest time of any plan: all three stages at their dearest, whichever method it takes for which group. */
         const int64_t parts[3] = {cost_of_all(&q->encode, in->n, total), cost_of_all(&q->exchange, in->n, total),
                                   cost_of_all(&q->decode, in->n, total)};
         for (int k = 0; k < 3; k++) worst = parts[k] > SID_FUSE_LIMIT - worst ? SID_FUSE_LIMIT + 1 : worst + parts[k];

@@ -89,7 +89,7 @@ static void set_rest(ldp *s) {
     }
 }
 
-/* What any completion of a label at boundary i < n takes, times 4, by weights k. */
+/* A lower bound of the time of any completion of a label at boundary i < n, times 4, with weights k. */
 static inline int64_t bound_by(const ldp *s, const sid_clock *c, uint32_t i, uint32_t k) {
     const sid_instance *in = s->p.in;
     const weights w = s->w[k];
@@ -141,7 +141,7 @@ static void insert(ldp *s, const label *l, uint32_t i) {
     s->count[i] = n;
 }
 
-/* By main, so that those which cannot take longer groups are at the end. Shell's, as there may be hundreds. */
+/* Sorts labels by main, so that those which cannot take longer groups come last. Shell sort, as there may be hundreds. */
 static void sort(label *l, uint32_t n) {
     for (uint32_t gap = n / 2; gap; gap /= 2)
         for (uint32_t i = gap; i < n; i++) {

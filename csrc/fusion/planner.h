@@ -1,4 +1,4 @@
-/* What the planners share: prepared instances, cost lookup, the transition, scratch. */
+/* The planners share this file: prepared instances, cost lookup, the transition, and scratch. */
 #ifndef SID_PLANNER_H
 #define SID_PLANNER_H
 

@@ -22,8 +22,8 @@ static int weighted_each(float *acc, const float *g, uint32_t n, uint32_t key, f
 
 INLINE int any_beyond(vi key) { return mask_of(key > 0x7f7fffff) != 0; }
 
-/* What is kept is finite: where a sum is too, so was what was added, and there is nothing to saturate. With weights of 1,
- * which are known when this is inlined, no product is left; nor, where nothing was sent, a comparison. */
+/* Kept values are finite. If a sum is finite too, then so was the addend, and there is nothing to saturate. Weights of 1
+ * are known when this is inlined, and leave no product; if nothing was sent, there is no comparison either. */
 INLINE int weighted(float *acc, const float *g, uint32_t n, uint32_t key, const float beta, const float gamma,
                     const int whole) {
     const vi sent = wide_key(key);

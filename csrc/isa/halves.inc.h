@@ -81,7 +81,7 @@ static inline __m256i to_bf16(__m512i u) {
 static inline __m256i to_half(__m512i u, int bf16) {
     return bf16 ? to_bf16(u) : _mm512_cvtps_ph(_mm512_castsi512_ps(u), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-/* Of a finite number: to_bf16's, in the upper half of each word. */
+/* Rounds finite numbers as to_bf16 does, into the upper half of each word. */
 static inline __m512i rounded_bf16(__m512i u) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     return _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
@@ -91,7 +91,7 @@ static inline __m512 of_half(__m256i h, int bf16) {
 }
 #endif
 #if BYTES == 32 || defined(SID_HAS_NEON)
-/* What a finite number becomes, as a float. */
+/* Rounds a finite number to a half type and back to a float. */
 INLINE vf through_half(vf x, int bf16) {
     const vi u = bits(x);
     if (bf16) return (vf)((u + 0x7fff + ((vi)((vn)u >> 16) & 1)) & (int32_t)0xffff0000u);
@@ -152,8 +152,8 @@ static void half_chunk(const float *x, uint16_t *y, uint32_t n, float s, float m
 }
 
 #ifdef SID_HAS_AVX512
-/* What is beyond max, and no finite number, is rare: it is looked for 64 elements at a time, and the rest takes half the
- * instructions. */
+/* Elements beyond max, and those that are not finite, are rare. Looking for them 64 elements at a time halves the
+ * instructions for the rest. */
 INLINE int over_64(const float *x, __m512i top) {
     const __m512i a = _mm512_max_epi32(keys16(x), keys16(x + 16)), b = _mm512_max_epi32(keys16(x + 32), keys16(x + 48));
     return _mm512_cmpgt_epi32_mask(_mm512_max_epi32(a, b), top) != 0;

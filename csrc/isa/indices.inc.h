@@ -3,7 +3,7 @@
  * Integers only. Reads run over by up to 8 bytes and writes by more, as simd.h says. */
 
 #ifdef SID_HAS_AVX512
-/* Of the variant "avx512vbmi2": the variant "avx512", but for functions that compress lanes of 16 bits or permute bytes.
+/* Functions of the variant "avx512vbmi2" that compress lanes of 16 bits or permute bytes. The rest is that of "avx512".
  * Functions that serve both take a constant vbmi2, and call these only where it is 1. */
 #define VBMI2 __attribute__((target("avx512vbmi,avx512vbmi2"))) static inline
 static const uint8_t lanes8[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
@@ -124,7 +124,7 @@ VBMI2 void bytes_vbmi2(const uint8_t *p, uint64_t offset, uint32_t b, uint32_t n
 
 typedef uint16_t vs __attribute__((vector_size(BYTES)));
 
-/* By some words at a time: places, then low bits, then both together, so that no load waits for stores half as wide. */
+/* Unpacks some words at a time: places, then low bits, then both together, so that no load waits for stores half as wide. */
 INLINE uint32_t unpack_by(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx, const int vbmi2) {
     enum {
         WORDS = 16,
@@ -208,7 +208,7 @@ static int ascending(const sid_packed *tile, uint32_t count, uint32_t size) {
 enum {
     SOME_WORDS = 16 /* of the high bits, between two buffers */
 };
-/* What unpack_vbmi2 computes once. */
+/* unpack_vbmi2 computes this once. */
 typedef struct low_fields {
     __m256i bytes, at; /* as in bytes_vbmi2 */
     __m512i mask;

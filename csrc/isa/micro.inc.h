@@ -85,7 +85,7 @@ static void fp4_take(float *x, uint32_t n, uint32_t shift, const float *scale, c
         fp4_take_as(x, n, shift, scale, inverse, draws, SID_ROUND_NEAREST);
 }
 
-/* What WIDE codes from the i-th on stand for, i a multiple of WIDE. */
+/* The numbers for WIDE codes from the i-th on; i is a multiple of WIDE. */
 INLINE vf float4s_at(const uint8_t *p, uint32_t i) {
 #if BYTES == 64
     const vf numbers = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};

@@ -144,7 +144,7 @@ typedef struct adding {
     vf number; /* what the fields of up to LOOKED_UP bits stand for */
 } adding;
 
-/* What a field stands for, of integers and of two magnitudes. */
+/* The number for a field of a grid of integers or of two magnitudes. */
 INLINE float number_of(uint32_t field, sid_grid_kind kind, uint32_t width) {
     const uint32_t down = 32 - width;
     return kind == SID_GRID_FOUR ? sid_four_number(field) : (float)((int32_t)(field << down) >> down);
@@ -325,7 +325,7 @@ INLINE vi third(vi v) {
     return (v * 171) >> 9;
 #endif
 }
-/* What trits stand for, times a scale. */
+/* The numbers for trits, times a scale. */
 INLINE vf of_trits(vi trit, float scale) {
 #if BYTES == 64
     const __m512 table = (__m512)((vf){0, 1, -1} * scale);

@@ -85,7 +85,7 @@ INLINE uint32_t load_draw(const void *draws, uint32_t i, sid_rounding rounding) 
     return rounding == SID_ROUND_DRAW16 ? ((const uint16_t *)draws)[i] : ((const uint32_t *)draws)[i];
 }
 
-/* What l = x * inverse becomes. */
+/* Rounds l = x * inverse to an integer of the grid. */
 INLINE int32_t integer_of(float l, float top, sid_rounding rounding, uint32_t draw) {
     if (rounding == SID_ROUND_NEAREST) return sid_nearest(l);
     const uint32_t k = sid_key(l), most = sid_f32_bits(top);
@@ -199,7 +199,7 @@ INLINE void quantise_as(const float *x, uint32_t n, const sid_grid *g, const voi
         }
     }
 }
-/* What an integer grid makes of l, as a float: to nearest without leaving floats. */
+/* Rounds l to an integer grid, as a float. Rounding to nearest needs no integers. */
 INLINE vf whole_of(vf l, float top, sid_rounding rounding, vi draw) {
     if (rounding == SID_ROUND_NEAREST) return l + 0x1.8p23f - 0x1.8p23f;
     return to_float(integers_of(l, top, rounding, draw));

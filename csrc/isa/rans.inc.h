@@ -66,7 +66,7 @@ enum {
 INLINE sixteen two_eights(uint64_t a, uint64_t b) {
     return _mm512_cvtepu8_epi32(_mm_set_epi64x((long long)b, (long long)a));
 }
-/* Of the second one, places in the upper half. */
+/* The places of the second one lie in the upper half. */
 INLINE sixteen two_places(uint64_t a, uint64_t b) {
     return _mm512_add_epi32(two_eights(a, b), _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(8), 1));
 }

@@ -8,8 +8,8 @@ enum {
     A_LOT = BYTES == 64 ? 8 : 4
 };
 #ifndef SID_HAS_NEON
-/* Where a hit in FOUR elements is rare, a test skips them; where it is neither rare nor sure, mispredicting the test costs
- * more than writing some entries that may be none. */
+/* If a hit in FOUR elements is rare, a test skips them. If it is neither rare nor sure, mispredicting the test costs more
+ * than writing entries that may be none. */
 INLINE uint32_t capture_few(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val,
                             const uint32_t slots, const int rare) {
     const vi low = (vi){0} + (int32_t)key;

@@ -3,7 +3,7 @@
  * sum_signs adds four ranks' values, in their order, and then their sum to out. sign_sums has the order of sums.h. Signs are
  * compared as integers, so that flushing denormals to zero changes none. */
 
-/* By integers: flushing denormals to zero must not change a sign. */
+/* Compares as integers, because flushing denormals to zero must not change a sign. */
 #if BYTES == 64
 INLINE uint64_t negative_mask(vf v) { return _mm512_cmpgt_epu32_mask((__m512i)v, _mm512_set1_epi32(INT32_MIN)); }
 INLINE vf by_sign(vf v, vi up, vi down) {
@@ -121,7 +121,7 @@ static void take_signs(float *x, uint32_t n, float high, float low) {
     for (; i < n; i++) x[i] -= is_negative1(x[i]) ? low : high;
 }
 
-/* What each pattern of up to four ranks' signs comes to. */
+/* Tabulates the sum for each pattern of up to four ranks' signs. */
 static void sign_table(float table[16], const float (*value)[2], uint32_t ranks) {
     for (uint32_t k = 0; k < 16; k++) {
         table[k] = ranks ? value[0][k & 1] : 0;

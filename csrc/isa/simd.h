@@ -15,7 +15,8 @@
 extern "C" {
 #endif
 
-/* Where at[base] is *out, for places from base on. It is computed as a number: a pointer must not leave its array. */
+/* Returns the address `at` for which at[base] is *out. It is computed as a number, because a pointer must not leave its
+ * array. */
 static inline float *sid_places_from(float *out, uint32_t base) {
     return (float *)((uintptr_t)out - (uintptr_t)base * sizeof *out);
 }
@@ -26,8 +27,9 @@ typedef struct sid_velocity { /* of add_velocity */
     float carry;              /* of what acc was */
 } sid_velocity;
 
-/* What quantisers round to. An element x becomes the code of x * inverse, which stands for scale times a number of the grid.
- * Where a grid has two magnitudes, x becomes the code of its sign and of the high one if |x| >= edge. */
+/* The grids that quantisers round to. An element x becomes the code of x * inverse, which stands for scale times a
+ * number of the grid. Where a grid has two magnitudes, x becomes the code of its sign and of the high one if |x| >=
+ * edge. */
 typedef enum sid_grid_kind {
     SID_GRID_INTEGERS, /* -top .. top; the code is two's complement in as many bits as are kept of it */
     SID_GRID_E4M3,
@@ -122,7 +124,7 @@ typedef struct sid_simd {
     void (*two_moments)(const float *x, uint32_t n, double sum[2]); /* of x^2, x, in float64 */
     void (*square_sums)(const float *x, uint32_t n,
                         float sum[3]); /* of |x|, x^2, x, in float: may over- and underflow */
-    /* Of |x| over the elements with key(x) >= key, which is below 2^31; *count: how many they are. */
+    /* The sum of |x| over the elements with key(x) >= key, which is below 2^31. *count: how many they are. */
     float (*sum_from)(const float *x, uint32_t n, uint32_t key, uint32_t *count);
     /* In float: |x|, x^2; |x| - a over key(x) >= a, count[0] of them; |x| - b and its square over >= b, count[1].
      * a and b: keys below 2^31, and their magnitudes. */

@@ -34,7 +34,7 @@ enum {
     }
 JOIN(float)
 JOIN(double)
-/* Of one register's lanes or two's; of smaller registers, of as many as they take. */
+/* Joins the lanes of one or two registers; smaller registers count as several. */
 INLINE float join_parts(const vf *part, const int n) {
 #if BYTES == 64
     const vf all = n == 2 ? part[0] + part[1] : part[0];

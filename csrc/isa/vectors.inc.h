@@ -76,7 +76,7 @@ static inline uint32_t total(vi v) {
     return sum;
 }
 
-/* Of signed integers. */
+/* The lesser of signed integers. */
 static inline vi lower(vi a, vi b) {
 #if BYTES == 64
     return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b);

@@ -387,7 +387,7 @@ struct sid_block_coder {
     }
 };
 
-/* Of several slices: apart, as the pass over one has no registers left for it. */
+/* The coder for several slices. It is a type of its own, because the pass over one slice has no registers left for it. */
 struct sid_block_coder_of_slices : sid_block_coder {
     enum {
         SEVERAL = 1

@@ -1,5 +1,6 @@
-/* deadzone (csrc/codec/deadzone.c defines the result). A stream's coder takes its elements one after the other, eight lanes at a
- * time, so that a stream is the work of eight threads and a warp has four. All else is done by all threads.
+/* deadzone (csrc/codec/deadzone.c defines the result). The largest elements become symbols, a sign and one of a few magnitudes,
+ * and an entropy coder (rANS) writes the symbols into streams. A coder takes the elements of its stream one after the other,
+ * eight lanes at a time. So a stream is the work of eight threads, and a warp has four streams; all else is done by all threads.
  *
  * Bytes per element, float32 with a residual, density d, b bits, 1.3 d candidates:
  *     encode    12 + 8 d      the pass, as topk's
@@ -35,7 +36,7 @@ __device__ inline uint32_t ballot_of_stream(bool x) {
 
 /* ---- encode ------------------------------------------------------------------------------------------------------ */
 
-/* What a step left of an element. */
+/* Computes what the last step left of an element. */
 struct step_keeping {
     uint4 edge; /* that there is not: no key is above it */
     uint32_t level[DEADZONE_LEVELS];
@@ -158,7 +159,7 @@ struct deadzone {
         if (first < DEADZONE_LEVELS) room.many[first] = 0;
     }
 
-    /* What is sent, and where the levels' edges are: both are ranks, and those of what is sent are the candidates', too. */
+    /* Selects what is sent, and the edges of the levels. Both are ranks by magnitude among the candidates. */
     __device__ void select(crew &w, own &o) const {
         const uint64_t kept = w.count < k ? w.count : k;
         uint64_t rank[DEADZONE_LEVELS]; /* of the smallest one that is sent, and of the edges */
@@ -468,7 +469,7 @@ __device__ inline uint64_t words_before(const uint16_t *count, uint64_t t) {
     return sid_warp_sum(sum);
 }
 
-/* What a lane knows of its stream. */
+/* One lane's position in its stream. */
 struct reader {
     const uint16_t *words; /* of the payload */
     uint32_t at, end;      /* the next one, and the first that is not read */
@@ -800,7 +801,7 @@ coding_room carve(const sid_plan *p, sid_carver *c) {
     return r;
 }
 
-/* What is left of work for streams that wait: at least one of each payload. */
+/* The size of work. The rest of it holds streams that wait: at least one for each payload. */
 uint64_t work(const sid_plan *p) {
     const uint64_t found = sid_findings_work(DEADZONE_LEVELS), least = found + sizeof(waiting) * SID_MAX_COUNT;
     sid_carver c = {nullptr, sid_sparse_work(p, needs_of(p))};

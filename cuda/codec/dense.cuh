@@ -1,4 +1,4 @@
-/* What the dense codecs share: every element becomes a few bits, at a place that follows from its index, so that a pass
+/* The dense codecs share this file: every element becomes a few bits, at a place that follows from its index, so that a pass
  * writes the payload as it goes. A warp holds a whole tile in registers, memory and codec meet there as in pass.cuh's
  * pass; and decoding sums the payloads tile by tile, in rank order, with one store.
  *
@@ -92,7 +92,7 @@ struct sid_ending {
     sid_stats *stats; /* or NULL */
     sid_several several;
 
-    /* By a block a slice; returns which one this block is for. */
+    /* Moves to the slice of this block and returns its number: one block serves one slice. */
     __device__ uint32_t move() {
         const uint32_t slice = several.count ? blockIdx.x : 0;
         move(slice);
@@ -289,7 +289,7 @@ __device__ inline double sid_tile_squares(const sid_quads &x) {
 
 /* ---- random bits ------------------------------------------------------------------------------------------------- */
 
-/* Of the four elements from i on, a multiple of 4. */
+/* Random numbers for the four elements from i on; i is a multiple of 4. */
 __device__ inline void sid_draws32(const sid_draw &d, uint64_t i, uint32_t (&u)[SID_QUAD]) {
     sid_draw_block(&d, i / 4, u);
 }
@@ -338,7 +338,7 @@ __device__ inline void sid_fetch_next(const sid_payloads &p, uint32_t r, uint64_
 #endif
 }
 
-/* What is found out about each payload. What launches before the check find goes to sum, bad and own, which are zeroed. */
+/* The findings about each payload. Launches before the check add to sum, bad and own, which start at zero. */
 struct sid_findings {
     unsigned long long *sum;
     uint32_t *bad;
@@ -412,7 +412,8 @@ __global__ void __launch_bounds__(SID_BLOCK)
     });
     __syncthreads();
     if (threadIdx.x) return;
-    /* Of bodies that are summed the flag counts where a memory is corrected; else the outputs tell, while they are written. */
+    /* For bodies that are summed, the flag counts if a memory is corrected. Otherwise the outputs tell, as they are
+     * written. */
     sid_end_check(report, scratch, first, (body.gathered() || state) && (flagged || scratch->nonfinite));
     if (scratch->go && scratch->nonfinite && state) state->rule = none;
 }

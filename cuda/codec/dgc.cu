@@ -1,5 +1,9 @@
-/* csrc/codec/dgc.c defines the result. Bytes per element: 12 + 8 d in the pass; in the finish 13 d and the payload, as topk, and 32
- * bytes, a sector of acc, an element of the sample. */
+/* dgc (csrc/codec/dgc.c defines the result). The finish draws a random sample of acc, estimates from it a threshold that about
+ * k elements reach, and sends the k largest of those.
+ *     pass      reads gradient and memory, writes acc and the candidates: 12 + 8 d bytes per element at density d
+ *     finish    reads the candidates and writes the payload: 13 d and the payload, as topk; and 32 bytes, a sector of acc, for
+ *               each element of the sample
+ * The 12 bytes of error feedback are the limit. */
 #include "codec/fits.h"
 #include "sparse.cuh"
 

@@ -1,6 +1,10 @@
-/* csrc/codec/gaussian.c defines the result. Bytes per element: 12 + 12 d in the pass (1.5 k candidates and more), whose
- * three sums cost 24 bytes a tile; in the finish 12 d and the payload, 8 d for the selection that the next step starts from, and
- * 8 d for each threshold that is tried. */
+/* gaussiank (csrc/codec/gaussian.c defines the result). A normal distribution is fitted to the vector. It gives a threshold,
+ * which the finish then halves or raises until roughly k elements pass.
+ *     pass      reads gradient and memory, writes acc, the candidates (1.5 k and more) and three sums of each tile: 12 + 12 d
+ *               bytes per element at density d, and 24 per tile
+ *     finish    reads the candidates and writes the payload: 12 d and the payload; 8 d for the selection that the next step
+ *               starts from, and 8 d for each threshold that is tried
+ * The 12 bytes of error feedback are the limit. */
 #include "codec/fits.h"
 #include "sparse.cuh"
 

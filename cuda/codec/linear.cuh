@@ -1,5 +1,6 @@
-/* What the codecs whose bodies are summed share: the end of an encode, the check of headers. Their checksum covers the
- * header alone, so that a payload is not read for it; but in a world of one, where nothing is summed, all of it. */
+/* The codecs whose bodies are summed share this file: the end of an encode, and the check of headers. Their checksum
+ * covers the header alone, so that a payload is not read for it; but in a world of one, where nothing is summed, all of
+ * it. */
 #ifndef SID_LINEAR_CUH
 #define SID_LINEAR_CUH
 
@@ -87,7 +88,7 @@ inline sid_status sid_linear_cover(const sid_cuda_encoding &c) {
                       (const sid_scratch *)c.scratch, c.payload, bytes);
 }
 
-/* What the blocks of a check find; first of what a decode carves. */
+/* The findings of the blocks of a check. A decode carves them first. */
 inline sid_found_part *sid_carve_covered(sid_carver *c) { return c->take<sid_found_part>(SID_CHECKERS); }
 inline uint64_t sid_covered_work() { return SID_CHECKERS * sizeof(sid_found_part); }
 

@@ -1,6 +1,10 @@
-/* lossless (csrc/codec/lossless.c defines the result). Bytes per float32 element with a residual: 12 to count the exceptions of
- * each tile, then 4 to read acc again and 3.4 to 3.5 to write the payload, because where a tile's exceptions begin follows from
- * the tiles before it. Of W payloads 3.5 W to check them, of which the codes are read twice, and 3.5 W + 4 to decode. */
+/* lossless (csrc/codec/lossless.c defines the result). Each element gets a short code for its exponent, below the largest of 128
+ * elements. Exponents that have no code are exceptions, which follow in order, so that a tile's place depends on the tiles
+ * before it. This takes two passes.
+ *     first     reads gradient and memory, writes acc, counts the exceptions of each tile: 12 bytes per float32 element
+ *     second    reads acc again and writes the payload: 4, and 3.4 to 3.5
+ *     decode    checks W payloads, 3.5 W, for which the codes are read twice; then adds them up, 3.5 W + 4
+ * The limit is memory bandwidth. */
 #include "codec/lossless.h"
 #include "dense.cuh"
 
@@ -15,8 +19,8 @@ enum {
 
 __device__ inline uint32_t below_lane(uint32_t mask) { return mask & ((1u << sid_lane()) - 1); }
 
-/* Of a row: for each element of the quad whether it is an exception, and where in the order of the elements the quad's first
- * one comes; all lanes together. */
+/* The exceptions of a row: for each element of the quad whether it is one, and the place of the quad's first one in the
+ * order of the elements. All lanes compute it together. */
 struct exceptions {
     uint32_t mine;   /* bit c: element c is one */
     uint32_t before; /* in the row, of the lanes below this one */
@@ -266,7 +270,7 @@ struct body {
         return sound ? SID_OK : SID_E_CORRUPT;
     }
 
-    /* What is wrong with a tile of a payload: lane i looks at elements 32 i to 32 i + 31. */
+    /* Finds what is wrong with a tile of a payload. Lane i looks at elements 32 i to 32 i + 31. */
     __device__ uint32_t wrong_tile(const uint8_t *payload, uint64_t tile) const {
         const uint64_t offset = tile * SID_TILE;
         const uint32_t len = sid_tile_len(n, offset), stride = lossless_stride(len), planes = lossless_planes(&f);

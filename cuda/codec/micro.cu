@@ -1,8 +1,9 @@
-/* mxfp4, nvfp4 (csrc/codec/micro.c defines the result). Bytes per float32 element with a residual: 12.53 for mxfp4, in one
- * pass; 16.56 for nvfp4, whose group scale takes the first of two (8.56 without a memory). What was sent last is found again
- * from acc. Of W payloads 0.53 W (0.56 W) to check them, as much and 4 to decode.
- *
- * A block of 32 or 16 elements is 8 or 4 neighbouring threads' parts of a row. */
+/* mxfp4, nvfp4 (csrc/codec/micro.c defines the result). Every element becomes a 4-bit float times the scale of its block. A
+ * block of 32 or 16 elements lies in 8 or 4 neighbouring threads, so its scale is known while the tile is in registers.
+ *     mxfp4     one pass reads gradient and memory, writes acc and the payload: 12.53 bytes per float32 element
+ *     nvfp4     a first pass finds the scale of the group, a second one writes the payload: 16.56, or 8.56 without a memory
+ *     decode    checks W payloads, 0.53 W or 0.56 W; then adds them up, as much and 4
+ * The values that the last step sent are computed again from acc. The limit is memory bandwidth. */
 #include "codec/micro.h"
 #include "dense.cuh"
 
@@ -52,7 +53,7 @@ template <bool TWO, bool DRAWS> struct coder {
         if (sid_lane() == 0 && largest) atomicMax(&scratch.codec[LARGEST], largest);
     }
 
-    /* Of the block of which x is this thread's part. */
+    /* The scale of the block of which x is this thread's part. */
     __device__ micro_scale scaling_of(const float (&x)[SID_QUAD], float group, float sixth) const {
         uint32_t key = 0;
 #pragma unroll

@@ -1,5 +1,7 @@
-/* powersgd (csrc/codec/powersgd.c defines the result, powersgd.h the order of the sums). A group's matrices lie anywhere
- * in its segments, rows at any alignment; a vector travels as it is and is read like a matrix of POWER_CHUNK columns.
+/* powersgd (csrc/codec/powersgd.c defines the result, powersgd.h the order of the sums). Each matrix M is sent as two thin
+ * factors, P = M Q and Q = M^T P, each summed over the ranks. A pass multiplies parts of M with one factor, and a sum adds up the
+ * parts. A group's matrices lie anywhere in its segments, rows at any alignment; a vector travels as it is, and is read
+ * like a matrix of POWER_CHUNK columns.
  *
  *     encode     begin, table, prepare (Q's columns to length 1), pass (memory, residual, parts of P), sum, seal
  *     next       look (is the sum of P finite), orthonormalise, strips (parts of Q), sum
@@ -372,8 +374,8 @@ __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
 
 /* ---- the pass ---------------------------------------------------------------------------------------------------------- */
 
-/* Of a half of a warp: R rows, and DEEP times 16 columns of them, on their way at once. MOST columns of a factor: of more,
- * gradient and acc are read again, which are near. */
+/* The shape of a pass by half a warp: R rows, with DEEP times 16 columns of each in flight. MOST is the number of columns
+ * of a factor in one go. If there are more, gradient and acc are read again, from a near cache. */
 template <uint32_t RANKS> struct pass_shape {
     enum {
         MOST = RANKS,
@@ -402,7 +404,7 @@ template <class Memory, class Shape> struct tensor_pass {
     const factors f;
     uint32_t bad;
 
-    /* What the last step left, in place: elements `offset`, of rows from `row` and columns from `col` on. */
+    /* Replaces x by what the last step left of it, for rows from `row` and columns from `col` on. */
     __device__ void keep(float (&x)[R][DEEP], uint32_t row, uint32_t end, uint32_t col, uint32_t to) const {
         if (rule.scale == 0) return;
         if (!f.rank) {

@@ -1,8 +1,10 @@
-/* int8, int4, int2, ternary, fp8, qsgd, terngrad (csrc/codec/quant.c defines the result). Bytes per float32 element with a residual, b bits:
- *     a scale a block    12 + b / 8 + 4 / block   one pass: a block's norm is known while its tile is in registers
- *     one for the group  16 + b / 8               the norm first; without a memory 8 + b / 8
- * What was sent last is found again from acc, by the same norm and the same random bits. Of W payloads W b / 8 to check
- * them, W b / 8 + 4 to decode. */
+/* int8, int4, int2, ternary, fp8, qsgd, terngrad (csrc/codec/quant.c defines the result). Every element
+ * becomes a number of b bits, times the scale of its block or of the group. Bytes per float32 element with a residual:
+ *     a scale per block  12 + b / 8 + 4 / block   one pass, because a block's norm is known while its tile is in registers
+ *     one for the group  16 + b / 8               a first pass for the norm; without a memory 8 + b / 8
+ *     decode             W b / 8                  to check W payloads, then W b / 8 + 4 to add them up
+ * The values that the last step sent are computed again from acc, with the same norm and the same random bits. The limit is
+ * memory bandwidth. */
 #include "codec/quant.h"
 #include "dense.cuh"
 
@@ -10,7 +12,7 @@ namespace {
 
 /* ---- numbers ----------------------------------------------------------------------------------------------------- */
 
-/* What codes are: integers, 8-bit floats, a sign and one of two magnitudes, or trits. */
+/* The kinds of codes: integers, 8-bit floats, a sign and one of two magnitudes, or trits. */
 enum content {
     INTEGERS,
     FLOATS,
@@ -58,7 +60,7 @@ template <content CODES, sid_rounding ROUNDING> struct grid {
         const uint32_t y = (uint32_t)((int32_t)top >> (mantissa + 1)) & (0x80000000u | 0x7fu << (23 - mantissa));
         return sid_bits_f32(y) * (mantissa == 3 ? 0x1p120f : 0x1p112f);
     }
-    /* What the codes in a word stand for; BYTES: they have 8 bits. */
+    /* The numbers for the codes in a word. BYTES: codes have 8 bits. */
     template <bool BYTES> __device__ void numbers(uint32_t w, float (&y)[SID_QUAD]) const {
         if constexpr (CODES == FLOATS) {
             const uint32_t none = (w & 0x7f7f7f7fu) + (mantissa == 3 ? 0x01010101u : 0x04040404u);
@@ -166,7 +168,8 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
         if (sid_lane() == 0 && largest) atomicMax(&scratch.codec[LARGEST], largest);
     }
 
-    /* What a block that has all of this tile and more has: of two tiles' parts, or of four. By the whole CUDA block. */
+    /* The largest key of a block that spans this tile and more, joined from the parts of two or four tiles. The whole CUDA
+     * block calls it. */
     __device__ uint32_t across(shared &s, uint32_t key) const {
         const uint32_t tiles = blocks.rows / SID_ROWS, first = sid_warp() / tiles * tiles;
         if (sid_lane() == SID_ROWS - 1) s.key[sid_warp()] = key;
@@ -186,8 +189,8 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
         return all;
     }
 
-    /* Of what f(element, row) says, the sum over the block that ends in the tile with the row that is this lane modulo
-     * SID_ROWS, or over the half of the row. */
+    /* Sums f(element, row) over the block that ends in the tile with the row that is this lane modulo SID_ROWS, or over the
+     * half of the row. */
     template <typename T, typename F> __device__ T sum_rows(const sid_quads &x, const F &f) const {
         const uint32_t own = sid_lane() % SID_ROWS;
         T lane[SID_QUAD] = {}, mine = 0;
@@ -228,7 +231,7 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
         }
         return mine;
     }
-    /* Of magnitudes: in float32, or where that overflows in float64. */
+    /* Sums magnitudes in float32, or in float64 if that overflows. */
     template <typename F> __device__ double sum_block(shared &s, const sid_quads &x, const F &f) const {
         const float sum = sum_rows<float>(x, f);
         double all = (double)sum;
@@ -238,7 +241,7 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
         }
         return blocks.rows > SID_ROWS ? across(s, all) : all;
     }
-    /* Where a grid has two magnitudes. */
+    /* Fits the scale of a grid with two magnitudes. */
     __device__ float fitted(shared &s, const sid_quads &x, uint64_t offset) const {
         const uint32_t own = sid_lane() % SID_ROWS, half = sid_lane() / 16;
         const int last = (int)((sid_lane() & 16) + own) + __ffs((int)(blocks.ends >> own)) - 1; /* lane of its block */
@@ -334,7 +337,7 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
         }
     }
 
-    /* Of the blocks that begin in the tile. */
+    /* Writes the scales of the blocks that begin in the tile. */
     __device__ void put_scales(own &o, float scale, uint64_t offset, uint32_t len) const {
         const uint32_t row = sid_lane() % 16, in = row * SID_ROW + sid_lane() / 16 * (SID_ROW / 2);
         const uint64_t i = offset + in;
@@ -546,8 +549,8 @@ template <content CODES> struct body {
             for (uint32_t d = 0; d < SID_ROWS; d++) add_row<true>(x[d], scale, d, w[d]);
         }
     }
-    /* Of any width. A row's codes are 4 bits words, so a thread's begin at the same bit of a word in each. `second`: the first
-     * of its four elements that reaches into the next word. */
+    /* Sums codes of any width. A row's codes take 4 * bits words, so a thread's codes begin at the same bit of a word
+     * in each. `second`: the first of its four elements that reaches into the next word. */
     __device__ void sum_bits(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
         const uint32_t bit = sid_place(0) * f.bits, off = bit % 32, room = 32 - off;
         const uint32_t second = room < f.bits       ? 0

@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_RESIDENT)
     if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
 }
 
-/* What is not finite may stand where nobody looks: a sum of bodies shows it by NaN throughout. */
+/* A value that is not finite may be at an element that is not drawn. A sum of bodies shows it by NaN throughout. */
 __global__ void __launch_bounds__(SID_BLOCK) sid_randk_nonfinite_kernel(const sid_scratch *scratch, coder o) {
     sid_follow();
     if (!scratch->ready || !scratch->nonfinite) return;
@@ -275,7 +275,7 @@ values values_of(const sid_plan *p) {
     return {p->codec_param[VALUES] == SID_VALUES_F16, times ? (float)((double)p->n / (double)p->k) : 1.0f};
 }
 bool is_linear(const sid_plan *p) { return p->codec->info.traits & SID_LINEAR; }
-/* What a reader of any payload sees of it. */
+/* The bytes of any payload that its reader checks. */
 uint64_t seen(const sid_plan *p) { return is_linear(p) ? (uint64_t)SID_HEADER_BYTES : p->sizes.payload; }
 
 sid_status encode(sid_cuda_encoding &c) {

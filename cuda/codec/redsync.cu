@@ -1,6 +1,9 @@
-/* csrc/codec/redsync.c defines the result, redsync.h its arithmetic. Bytes per element: 12 + 8 d in the pass, whose one
- * sum costs none; in the finish 13 d and the payload, as topk; the binary search adds 5 d for each of its two keys,
- * or 20 d where no range holds it, and 5 d for its threshold. The quantised form has 6 d less in its payload. */
+/* redsync (csrc/codec/redsync.c defines the result, redsync.h its arithmetic). It sends the k largest elements, found by
+ * trimming the rest, or k to 2k elements above a threshold that a binary search finds and later steps reuse.
+ *     pass      reads gradient and memory, writes acc, the candidates and one sum: 12 + 8 d bytes per element at density d
+ *     finish    reads the candidates and writes the payload: 13 d and the payload, as topk. The search adds 5 d for each of
+ *               its two keys, or 20 d if no range holds it, and 5 d for its threshold
+ * The quantised form has 6 d less in its payload. The 12 bytes of error feedback are the limit. */
 #include "codec/redsync.h"
 #include "sparse.cuh"
 

@@ -1,9 +1,13 @@
-/* csrc/codec/sidco.c defines the result, sidco.h its arithmetic. Bytes per element: 12 in the pass, 8 for a candidate,
- * and 8 to 56 a tile for its sums; in the finish 10 for a candidate, and the payload; where stages lie among
- * candidates, of which there are then up to an eighth of the elements, 8 for a list of their values and 4 for each of these
- * stages. Where probes stand in the first pass, exponential fits count at the first pair of
- * them as rows pass; for more, and for Pareto fits, whose sums would not stay in registers, each pair reads the tile
- * again, 4 from L2. */
+/* sidco (csrc/codec/sidco.c defines the result, sidco.h its arithmetic). A distribution is fitted to the magnitudes in stages,
+ * each to those beyond the threshold of the stage before. About k elements pass the last threshold, and these are sent.
+ *     pass      reads gradient and memory, writes acc, the candidates and the sums of each tile: 12 bytes per element, 8 per
+ *               candidate, and 8 to 56 per tile
+ *     finish    reads the candidates and writes the payload: 10 bytes per candidate, and the payload. If stages lie among
+ *               candidates, which are then up to an eighth of the elements, 8 per candidate for a list of their values, and
+ *               4 for each of these stages
+ * The first pass also sums beyond probes, thresholds that may become those of a stage. Exponential fits count at the first
+ * pair of probes as rows pass. For more pairs, and for Pareto fits, whose sums would not stay in registers, each pair reads the
+ * tile again: 4 bytes per element from L2. The 12 bytes of error feedback are the limit. */
 #include "codec/sidco.h"
 #include "sparse.cuh"
 
@@ -232,7 +236,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
 
     /* ---- the fit */
 
-    /* What the pass has summed up. */
+    /* Adds up the sums of the pass. */
     __device__ void gather(sid_crew &crew, const task &r, own &o) const {
         const sid_list &l = crew.f.list;
         if (r.first) {
@@ -270,7 +274,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
         }
     }
 
-    /* Of the candidates with keys from `key` on. */
+    /* Sums over the candidates with keys from `key` on. */
     __device__ sidco_tail among_candidates(sid_crew &crew, uint32_t key) const {
         const float *val = crew.line_up();
         const uint64_t all = crew.count;

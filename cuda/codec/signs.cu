@@ -1,9 +1,9 @@
-/* One bit an element (csrc/codec/signs.c defines the result). Bytes per float32 element with a residual, beside .125 of
- * payload:
- *     signsgd, signum, marsit   12                the floor of error feedback
- *     efsignsgd, onebit         12 + 1/64         the means are in the header: known when all bits are written
- *     ssdm                      16 + 1/128        the norm is read before a sign can be drawn; without a memory 8
- * and of W payloads W / 8 to check them, W / 8 + 4 to decode. */
+/* Codecs of one bit per element (csrc/codec/signs.c defines the result). The pass reads gradient and memory, and writes acc
+ * and the signs, 32 of them in a word. Bytes per float32 element with a residual, beside 1/8 of payload:
+ *     signsgd, signum, marsit   12           the limit, which is error feedback
+ *     efsignsgd, onebit         12 + 1/64    the means go into the header, after all bits are written
+ *     ssdm                      16 + 1/128   a first pass finds the norm, by which the signs are drawn; without a memory 8
+ *     decode                    W / 8        to check W payloads, then W / 8 + 4 to add them up */
 #include "dense.cuh"
 
 namespace {
@@ -175,7 +175,7 @@ struct forms {
     float fixed;
 };
 
-/* What the signs stand for, and the end of the payload. By one block. */
+/* Computes the values for the signs, and ends the payload. One block runs it. */
 __global__ void __launch_bounds__(SID_SUMS) sid_sign_seal_kernel(sid_ending e, coder k, forms f) {
     sid_follow();
     __shared__ double part[SID_SUMS];

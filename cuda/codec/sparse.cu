@@ -1,4 +1,7 @@
-/* Work and decode of the sparse codecs (csrc/codec/sparse.c defines the result). */
+/* Work and decode of the sparse codecs (csrc/codec/sparse.c defines the result). A decode first checks the payloads: their
+ * checksums, and that indices ascend. Then each block takes one part of the group after another, adds the entries of all
+ * payloads in rank order in shared memory, and stores the part once. So it reads every payload twice and writes 4 bytes per
+ * float32 element, which are the limit at low densities. */
 #include "sparse_form.cuh"
 
 enum {
@@ -200,8 +203,9 @@ struct upper_bits {
 
 /* ---- checks */
 
-/* By blocks r * each to r * each + each - 1: the checksum of payload r, and each a run of its wire tiles. Reads all of it; of
- * packed indices, of which a warp takes a tile, all bits again, from L2, and the low ones of entries that share a run. */
+/* Blocks r * each to r * each + each - 1 compute the checksum of payload r, and each checks a run of its wire tiles. They
+ * read all of the payload. Of packed indices a warp takes a tile, and reads all bits again, from L2, with the low bits of
+ * entries that share a run. */
 template <bool PACKED> __device__ inline bool look(sid_part_sum &own, const payloads &p, uint32_t each) {
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
     const uint8_t *payload = p[r];

@@ -1,4 +1,4 @@
-/* What the sparse codecs share (csrc/codec/sparse.c defines the result). An encode is two kernels after sid_begin:
+/* The sparse codecs share this file (csrc/codec/sparse.c defines the result). An encode is two kernels after sid_begin:
  *     pass      acc from gradient and memory; candidates, all keys from a predicted `low` on, into their tile's slots;
  *               the sums of each tile that the codec asks for
  *     finish    one cooperative launch whose blocks wait for one another: the codec's finish() as it stands in csrc/codec/,
@@ -24,7 +24,7 @@
 
 #include "sparse_slots.cuh"
 
-/* What a sparse codec is here, its file in csrc/codec/ over again:
+/* A sparse codec here repeats its file in csrc/codec/:
  *     enum { PASS_BLOCKS }        on a multiprocessor: its registers
  *     typedef crew                sid_crew, or what stands on it; its `keeping` says what a step left of an element
  *     enum { RANGES }             1: the first pass counts candidates in ranges of keys, for crew.select_predicted
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
     sid_finish(f, codec, *(sid_finish_shared<Codec> *)(void *)memory, false);
 }
 
-/* Of several slices, each of which has a crew of its own. What all threads read of a slice lies in shared memory. */
+/* Shared memory for several slices, each of which has a crew of its own. It holds what all threads read of a slice. */
 template <class Codec> struct sid_several_shared {
     sid_finish_shared<Codec> one;
     sid_finishing f;

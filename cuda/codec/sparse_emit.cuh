@@ -1,4 +1,4 @@
-/* What is sent, and what of the payload follows when all blocks know it: means, header, rule and state. */
+/* Writes the entries that are sent, and what follows when all blocks know them: means, header, rule and state. */
 #ifndef SID_SPARSE_EMIT_CUH
 #define SID_SPARSE_EMIT_CUH
 
@@ -31,7 +31,7 @@ struct sid_emission : sid_candidates { /* sparse_slots.cuh stands on it */
         });
     }
 
-    /* Of those sent, the sum of the magnitudes with key >= from, and how many they are. */
+    /* The sum of the magnitudes with key >= from among those sent. *count: how many they are. */
     __device__ double size_from(uint64_t sent, uint32_t from, uint64_t *count) {
         double sum[2]; /* the second one of counts: exact */
         total(

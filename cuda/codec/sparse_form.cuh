@@ -1,4 +1,4 @@
-/* Where a sparse codec's work and body lie, and what an element becomes (csrc/codec/sparse_form.h). */
+/* The layout of a sparse codec's work and body, and the values of its elements (csrc/codec/sparse_form.h). */
 #ifndef SID_SPARSE_FORM_CUH
 #define SID_SPARSE_FORM_CUH
 
@@ -43,14 +43,14 @@ struct sid_list {
     }
 };
 
-/* What a pass is to do; a codec's own adds to it what its statistics need. */
+/* The work of a pass. A codec's own type adds what its statistics need. */
 struct sid_pass_task {
     uint32_t low;   /* keys from here on are captured */
     int32_t side;   /* see sid_side */
     uint32_t shift; /* of a codec with RANGES: see sid_counting; 0: no ranges are counted */
 };
 
-/* What a codec takes of work beside candidates. */
+/* The parts of work that a codec takes beside candidates. */
 struct sid_sparse_needs {
     uint32_t sums, counts; /* of each tile */
     uint64_t extra;        /* floats */
@@ -60,8 +60,8 @@ struct sid_sparse_needs {
     bool often = false;    /* candidates are read so often that they have slots, however many they are */
 };
 
-/* Where a sparse body's arrays lie (csrc/wire.h), in bytes from the payload's start. `form`, `packed`: header flags, of the
- * values and of the indices. */
+/* The places of a sparse body's arrays (csrc/wire.h), in bytes from the payload's start. `form` and `packed` are header
+ * flags, of the values and of the indices. */
 struct sid_body {
     uint64_t index_at, value_at, bytes;
     uint64_t high_at; /* of packed indices: the upper bits, up to value_at */
@@ -82,7 +82,7 @@ enum {
     SID_COUNTED = SID_BLOCK       /* ranges of keys that a pass counts, the last of them for all of its candidates */
 };
 
-/* Of the codec's parameters, those every sparse codec begins its table with. */
+/* The parameters with which every sparse codec begins its table. */
 enum {
     SID_SPARSE_DENSITY,
     SID_SPARSE_VALUES,
@@ -110,7 +110,7 @@ __device__ inline float sid_sent_level(float x, const sid_levels &l) {
     return sid_bits_f32(level | (sid_f32_bits(x) & 0x80000000u));
 }
 
-/* What the rule left of element i. */
+/* Returns what the rule left of element i. */
 __device__ inline float sid_sparse_keep(const sid_rule &rule, const sid_levels &levels, float acc, uint64_t i) {
     const uint32_t sign = rule.flags & SID_FLAG_MEAN ? sid_f32_bits(rule.scale) & 0x80000000u : 0;
     const uint32_t key = rule.flags & SID_FLAG_MEAN ? sid_f32_bits(acc) ^ sign : sid_key(acc);
@@ -120,7 +120,7 @@ __device__ inline float sid_sparse_keep(const sid_rule &rule, const sid_levels &
     return rule.flags & SID_FLAG_HALF ? acc - sid_sent_half(acc) : 0.0f;
 }
 
-/* What is selected from: x, or (side 1, -1) its magnitude where it has that sign, else 0. */
+/* Returns the value to select by: x, or for side 1 or -1 its magnitude if it has that sign, else 0. */
 __device__ inline float sid_side(float x, int32_t side) {
     const uint32_t v = sid_f32_bits(x) ^ (side < 0 ? 0x80000000u : 0u);
     return !side ? x : sid_bits_f32(v >> 31 ? 0 : v);

@@ -111,7 +111,7 @@ struct sid_counting {
     }
 };
 
-/* What the rule of the last step left of an element of acc. A crew has such a type, for its codec. */
+/* Computes what the rule of the last step left of an element of acc. Each crew has such a type, for its codec. */
 struct sid_body_keeping {
     sid_levels levels;                                                                    /* of the last step */
     template <class Codec> __device__ void begin(const Codec &, const sid_state &state) { /* by one thread */
@@ -124,7 +124,7 @@ struct sid_body_keeping {
     }
 };
 
-/* What the pass (core/pass.cuh) takes for its codec. Codec is a sparse one: see sid_finish_kernel. */
+/* The pass (core/pass.cuh) takes this for its codec. Codec is a sparse one: see sid_finish_kernel. */
 template <class Codec> struct sid_gathering {
     enum {
         REREADS = 1,

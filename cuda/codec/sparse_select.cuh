@@ -1,5 +1,5 @@
-/* What all blocks of the finish do together: exact selection by digits of the keys, counts, and sums in the order of the
- * CPU's. Blocks meet, so the launch is a cooperative one. */
+/* The blocks of the finish do this together: exact selection by digits of the keys, counts, and sums in the order of the
+ * CPU's. Blocks wait for one another, so the launch is a cooperative one. */
 #ifndef SID_SPARSE_SELECT_CUH
 #define SID_SPARSE_SELECT_CUH
 
@@ -10,7 +10,7 @@ struct sid_pick { /* csrc/codec/sparse.h */
     uint64_t above, ties;
 };
 
-/* What is sent: keys from `from` on, and the first `ties` of those with the key below it. */
+/* The elements that are sent: keys from `from` on, and the first `ties` of those with the key below it. */
 struct sid_chosen {
     uint32_t from;
     uint64_t ties;
@@ -354,7 +354,7 @@ struct sid_selection {
             if (k < rows) sum[k] = tree(running + k * SID_SUMS, used);
     }
 
-    /* What a pass has left of each tile. */
+    /* Adds up the sums that a pass has left for each tile. */
     template <uint32_t SUMS> __device__ void total_of_tiles(uint32_t at, double (&sum)[SUMS], uint32_t rows = SUMS) {
         const sid_list &l = f.list;
         total_by([&](uint32_t k, uint64_t u) { return l.sums[(at + k) * l.stride + u]; }, sum, rows);

@@ -12,7 +12,7 @@
 
 #include "sparse_emit.cuh"
 
-/* What a lane has of a tile: four candidates in index order, or fewer. */
+/* A lane's share of a tile: up to four candidates in index order. */
 struct sid_slot_quad {
     float value[SID_QUAD];
     uint32_t index[SID_QUAD / 2]; /* in the tile, two in a word */
@@ -96,7 +96,7 @@ struct sid_slots {
     }
 };
 
-/* What a codec's finish() works with. */
+/* The state of the finish, through which a codec's finish() works. */
 struct sid_crew : sid_emission {
     typedef sid_body_keeping keeping;
     enum {
@@ -244,13 +244,13 @@ struct sid_crew : sid_emission {
 
     /* ---- where the rank-th largest is */
 
-    /* By digits: what is rare. */
+    /* Selects digit by digit. This is rarely needed. */
     __device__ sid_pick select(uint64_t rank) {
         const sid_pick pick = select_all(rank);
         note(PICK, pick.key, tally(pick.key + 1, pick.key));
         return pick;
     }
-    /* Of a codec with RANGES, where the last step predicts it. */
+    /* Selects by the counts of a codec with RANGES, if the last step predicted the range. */
     __device__ sid_pick select_predicted(uint64_t rank) {
         sid_pick pick;
         return s.passed.shift && passes == 1 && select_counted(rank, &pick) ? pick : select(rank);

@@ -1,7 +1,10 @@
-/* terngrad-shared (csrc/codec/terngrad_shared.c defines the result). Bytes per float32 element:
- *     slice 0    13 with a residual (12 of error feedback, and zeros where the codes will be), 5 without a memory
- *     slice 1    5: acc as the memory has stored it, or the gradient, and the codes
- *     decode     5 a sum; 1 more where a memory is to be corrected and there are several */
+/* terngrad-shared (csrc/codec/terngrad_shared.c defines the result). All ranks
+ * use the largest of their scalers, so an encode has two parts, with an all-reduce after each: the first finds the scaler, the
+ * second draws the codes -1, 0 and 1, a byte each. Bytes per float32 element:
+ *     slice 0    13 with a residual (12 of error feedback, and zeros in place of the codes), 5 without a memory
+ *     slice 1    5: reads acc as the memory has stored it, or the gradient, and writes the codes
+ *     decode     5 per sum; 1 more if a memory is to be corrected and there are several
+ * The limit is memory bandwidth. */
 #include "codec/terngrad_shared.h"
 #include "dense.cuh"
 #include "linear.cuh"
@@ -192,7 +195,7 @@ sid_status next(sid_cuda_encoding &c) { return second(c, coder_of(c)); }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
 
-/* What a code of each payload stands for in the mean, a NaN where a rank had no scaler: then all of it is. */
+/* Computes the value of a code of each payload in the mean. It is NaN, and so is the whole mean, if a rank had no scaler. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_ternary_units_kernel(sid_scratch *scratch, sid_payloads p, float *units) {
     sid_follow();
@@ -231,7 +234,7 @@ __device__ inline bool sum(const sid_payloads &p, const float *units, sid_quads 
     return finite;
 }
 
-/* What several payloads may add up to, before the check, for whose result this is not to wait. */
+/* Finds the largest sums of several payloads. It runs before the check, so that it need not wait for the result. */
 __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
     sid_ternary_look_kernel(sid_scratch *scratch, sid_payloads p, const float *units) {
     sid_follow();

@@ -1,5 +1,9 @@
-/* csrc/codec/topk.c defines the result. Bytes per element: 12 + 8 d in the pass, and in the finish 13 d and the payload, which
- * has been zeroed, once more (sparse_slots.cuh). */
+/* topk (csrc/codec/topk.c defines the result). The last step predicts a key that somewhat more than k elements reach. The pass
+ * captures those as candidates, and the finish selects exactly the k largest of them, digit by digit of their keys.
+ *     pass      reads gradient and memory, writes acc and the candidates: 12 + 8 d bytes per element at density d
+ *     finish    reads the candidates, selects, and writes the payload: 13 d, and the payload twice, because it has been zeroed
+ *               (sparse_slots.cuh)
+ * The 12 bytes of error feedback are the limit. */
 #include "blocks.cuh"
 #include "codec/fits.h"
 #include "sparse.cuh"

@@ -15,7 +15,7 @@ __device__ static void zero_bytes(void *p, uint64_t bytes, uint64_t first, uint6
     for (uint64_t i = first; i < bytes / 16; i += step) ((uint4 *)p)[i] = make_uint4(0, 0, 0, 0);
 }
 
-/* By a warp. */
+/* Clears unsound words of the state. One warp calls it. */
 __device__ static void mend(const sid_mending &m) {
     const uint32_t lane = sid_lane();
     const uint64_t word = lane < SID_WORDS ? m.state->codec[lane] : 0;
@@ -135,7 +135,8 @@ sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t
 
 /* ---- a checksum of the segments ---------------------------------------------------------------------------------- */
 
-/* Of the elements as float32, which halves become without loss, as words of one vector. Reads it: 4 bytes an element. */
+/* Checksums the elements as float32, as the words of one vector. Half types convert without loss. Reads 4 bytes an
+ * element. */
 static __global__ void __launch_bounds__(SID_BLOCK, NORM_BLOCKS) sid_sum_kernel(sid_group g, sid_scratch *scratch) {
     sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
@@ -188,11 +189,11 @@ static uint64_t carve(const sid_plan *p, const sid_cuda_codec *codec, void *base
     return c.at + codec->work(p);
 }
 
-/* Of several encodes: scratch, and the codec's own. */
+/* The work of one of several encodes: scratch, and the codec's own. */
 static uint64_t work_of_one(const sid_plan *p, const sid_cuda_codec *codec) {
     return sizeof(sid_scratch) + sid_round_up(codec->several(p), 64);
 }
-/* Of so many encodes those that a call may have, where no device limits them. */
+/* The number of encodes, out of `count`, that one call may have if the device sets no limit. */
 static uint32_t several_of(const sid_plan *p, const sid_cuda_codec *codec, uint32_t count) {
     if (!codec || !codec->several || p->memory->vectors > SID_SEVERAL_VECTORS) return 0;
     return codec->meeting && count > SID_SEVERAL_MEETING ? (uint32_t)SID_SEVERAL_MEETING : count;
@@ -390,7 +391,7 @@ sid_status sid_begin_table(const sid_stream &to, const sid_table &t, uint64_t n,
     return sid_begin(to, *g, *s, sizeof **s);
 }
 
-/* What encode, the next slices and settle have in common; the codec's launches are `c`'s. */
+/* Serves encode, the next slices and settle. The codec's launches are those of `c`. */
 static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg,
                          void *state, void *work, void *payload, int device, void *stream, sid_error *err) {
     const sid_cuda_codec *codec;

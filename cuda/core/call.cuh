@@ -1,4 +1,4 @@
-/* What one call of a codec is on a device: its memory, its arguments, and how it begins. */
+/* One call of a codec on a device: its memory, its arguments, and how it begins. */
 #ifndef SID_CALL_CUH
 #define SID_CALL_CUH
 
@@ -49,7 +49,7 @@ __device__ inline void sid_meet(uint32_t *arrived, uint32_t blocks) {
 __device__ inline bool sid_comes_last(sid_scratch *scratch, uint32_t blocks) {
     return sid_comes_last(&scratch->arrived, blocks);
 }
-/* What others of the same launch have added up. */
+/* Reads what other blocks of the same launch have added up. */
 template <typename T> __device__ inline T sid_found(T *p) { return atomicAdd(p, (T)0); }
 
 /* Carves a block; with base == NULL it only counts. One routine gives the sizes and, later, the places. */
@@ -114,7 +114,7 @@ inline uint64_t sid_blocks(const sid_stream &to, const sid_several &k, uint64_t 
 /* `clear` bytes from scratch on are zeroed at the start of a call: a codec takes what it wants zeroed first. */
 enum sid_encoding_part {
     SID_ENCODE,
-    /* Of codecs whose tiles do not depend on each other (SID_SIGNS), as csrc/core/core.h's sid_ranges: */
+    /* For codecs whose tiles do not depend on each other (SID_SIGNS), as sid_ranges in csrc/core/core.h: */
     SID_OPEN,  /* what comes before the pass */
     SID_RANGE, /* the pass over elements from .. until, `from` a multiple of 256 */
     SID_CLOSE  /* the header, without a sound checksum, and the state's */
@@ -223,14 +223,14 @@ struct sid_table {
     uint64_t before, after; /* so many other elements */
 };
 sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work);
-/* Of `count` encodes as many as one call may have, in c.several; 0: codec or memory have no such call. */
+/* The number of encodes, out of `count`, that one call may have, in c.several. 0: codec or memory have no such call. */
 uint32_t sid_several_at_once(const sid_plan *p, uint32_t count, const sid_stream &to);
 /* Work for calls that have as many, on any device. */
 uint64_t sid_several_work(const sid_plan *p, uint32_t count);
 sid_status sid_enqueue(sid_cuda_decoding &c, const sid_table &t, void *work);
 
-/* Where the segments start, by one block; start: where to, or NULL. Whether the table holds the group and the gate, if there is
- * one, is open. Reads 16 and writes 8 bytes a segment. */
+/* Computes where the segments start, by one block; start: the destination, or NULL. Returns whether the table holds the
+ * group and the gate, if there is one, is open. Reads 16 and writes 8 bytes a segment. */
 __device__ inline bool sid_sum_lengths(const sid_group &g, uint64_t *start, const int32_t *gate) {
     __shared__ unsigned long long part[SID_LANES + 1];
     unsigned long long carry = 0;

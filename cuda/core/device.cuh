@@ -1,4 +1,4 @@
-/* What every kernel shares: launches that report as status and text, loads and stores through the segment table, sums
+/* Every kernel shares this file: launches that report as status and text, loads and stores through the segment table, sums
  * over warps and blocks. Nothing here synchronises with the host or allocates. */
 #ifndef SID_DEVICE_CUH
 #define SID_DEVICE_CUH
@@ -20,7 +20,7 @@
 
 /* ---- launches ------------------------------------------------------------------------------------------------ */
 
-/* What a launch is called in errors. */
+/* The name of a launch in errors. */
 #ifdef SID_EMULATE
 typedef emulate::place sid_what; /* and where it is written */
 #else

@@ -142,8 +142,8 @@ __device__ inline void sid_seal(sid_header *h, const sid_head &head, uint32_t fl
     *h = x;
 }
 
-/* What a payload's header must say, in the order in which csrc/core/decode.c asks. `sum`: of everything after the header
- * that the checksum covers. Codec's own rules come after. */
+/* The values that a payload's header must have, in the order in which csrc/core/decode.c checks them. `sum` covers
+ * everything after the header that the checksum covers. The codec's own rules come after. */
 struct sid_expect {
     sid_head head;
     uint32_t apart;
@@ -165,7 +165,7 @@ __device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect
     return SID_OK;
 }
 
-/* Of a linear body: header.scale is 1 / world, and that of all of them (csrc/codec/linear.h). */
+/* For a linear body, header.scale is 1 / world, and the same in all payloads (csrc/codec/linear.h). */
 __device__ inline float sid_linear_inverse(float scale) { return (float)floor(1.0 / (double)scale + 0.5); }
 __device__ inline int32_t sid_check_linear(const sid_header &h, const sid_header &first) {
     if (!(h.scale > 0 && h.scale <= 1) || 1.0f / sid_linear_inverse(h.scale) != h.scale) return SID_E_CORRUPT;
@@ -176,13 +176,13 @@ __device__ inline float sid_linear_factor(const sid_header &first, float scale) 
     return scale == first.scale ? 1.0f : (float)((double)scale * (double)sid_linear_inverse(first.scale));
 }
 
-/* What a block finds in all payloads: of those at fault the first, with its status. */
+/* A block's finding over all payloads: the first one at fault, with its status. */
 #define SID_SOUND 0xffffffffu
 __device__ inline void sid_blame(uint32_t *first, uint32_t payload, int32_t status) {
     if (status != SID_OK) atomicMin(first, payload << 8 | (uint32_t)-status);
 }
 
-/* What a block of a check has found in its payload. */
+/* The findings of a block of a check in its payload. */
 struct sid_found_part {
     unsigned long long sum;
     uint32_t bad, most;

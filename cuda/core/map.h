@@ -57,7 +57,7 @@ SID_HD uint32_t sid_slot(uint32_t above, uint32_t equal, uint32_t ties) {
     return above + (equal < ties ? equal : ties);
 }
 
-/* What the 16-bit value at byte `offset` of a payload adds to the checksum's weighted sum: u16s pair up in
+/* The addend of the 16-bit value at byte `offset` of a payload to the checksum's weighted sum. u16s pair up in
  * little-endian words. (To the plain sum it adds value << 8 * (offset % 4).) */
 SID_HD uint64_t sid_half_word(uint64_t offset, uint16_t value) { return (uint64_t)value << (8 * (offset & 2)); }
 

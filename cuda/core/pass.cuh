@@ -134,7 +134,7 @@ template <class Codec> struct sid_pass_blocks {
     };
 };
 
-/* By one of `blocks`. */
+/* The share of block `block` of `blocks` in the pass. */
 template <class Memory, class Codec>
 __device__ inline void sid_pass_over(const sid_group &g, sid_scratch *scratch, const sid_state *state,
                                      const sid_vectors &vectors, float *acc, Memory memory, const Codec &codec,
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
     sid_pass_over(g, scratch, state, vectors, acc, memory, codec, blockIdx.x, gridDim.x);
 }
 
-/* Of several slices; acc: in work, as scratch. move(k, slice) makes the codec that of another slice. */
+/* The pass over several slices. acc lies in work, as scratch. move(k, slice) moves the codec to another slice. */
 template <class Memory, class Codec>
 __global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
     sid_several_pass_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
@@ -213,8 +213,8 @@ __device__ inline void sid_receive(const Memory &memory, const sid_vectors &v, u
     if (Memory::VECTORS) sid_store_floats(v.first + i, count, vec[0]);
 }
 
-/* Where a sum of payloads may overflow although the mean is finite, that is taken in float64 (csrc/core/decode.c): by the decode
- * itself, once it has written the rest. */
+/* Says whether a sum of payloads may overflow although the mean is finite. The decode itself then takes the mean in
+ * float64, once it has written the rest (csrc/core/decode.c). */
 inline bool sid_has_means(const sid_cuda_decoding &c) {
     return c.count > 1 && !(c.plan->codec->info.traits & (SID_LINEAR | SID_VOTE));
 }

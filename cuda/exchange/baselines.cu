@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(SID_LANES) sid_counting_end_kernel(sid_exchang
     sid_tell(*head, report);
 }
 
-/* What a count stands for: the codec decides. */
+/* The value for each count. The codec decides it. */
 struct meanings {
     float of[256];
 };

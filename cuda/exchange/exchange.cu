@@ -8,7 +8,7 @@
 #define CUDA_1(symbol)                                                                                                 \
     extern "C" const sid_exchange_kind sid_exchange_##symbol;                                                          \
     extern "C" const sid_cuda_exchange sid_cuda_exchange_##symbol;
-#define SID_EXCHANGE(symbol, cuda) CUDA_##cuda(symbol)
+#define SID_EXCHANGE(symbol, cuda, within) CUDA_##cuda(symbol)
 #include "exchanges.def"
 #undef CUDA_1
 

@@ -1,7 +1,7 @@
-/* What exchanges of messages share on a device (csrc/exchange/ defines the result): the head of their work, frames, and
- * the end of a step. Between the messages everything is enqueued: a fault stays on the device, travels to the other ranks
- * as on the CPU, in frames or in payloads that are none, and closes the gate of what would follow. The host sees it in
- * the report. */
+/* Exchanges of messages share this file on a device (csrc/exchange/ defines the result): the head of their work,
+ * frames, and the end of a step. Between the messages everything is enqueued: a fault stays on the device, travels to
+ * the other ranks as on the CPU, in frames or in payloads that are none, and closes the gate of what would follow. The
+ * host sees it in the report. */
 #ifndef SID_EXCHANGE_CUH
 #define SID_EXCHANGE_CUH
 
@@ -99,7 +99,7 @@ __device__ inline void sid_blame_rank(sid_fault &f, int32_t status, uint32_t cul
     f.flags = (f.flags & 0xffffu) | SID_FRAME_POISON | culprit << SID_FRAME_CULPRIT;
 }
 
-/* What the step has come to, for the host, which keeps the first fault that it is told of. */
+/* Tells the host the outcome of the step. The host keeps the first fault that it is told of. */
 __device__ inline void sid_tell(const sid_exchange_head &h, sid_cuda_report *report) {
     report->nonfinite = h.fault.status == SID_OK && h.nonfinite;
     if (h.fault.status == SID_OK || report->status != SID_OK) return;
@@ -116,7 +116,7 @@ __device__ inline void sid_add_sums(sid_part_sum &to, sid_part_sum own, sid_part
     atomicAdd(&to.sum, own.sum);
 }
 
-/* What a kernel knows of the step. */
+/* The step, as a kernel sees it. */
 struct sid_frames {
     uint8_t *wire;
     sid_exchange_head *head;
@@ -140,7 +140,7 @@ __device__ inline uint64_t sid_frame_checksum(const sid_frame &f, sid_part_sum b
     return body.sum;
 }
 
-/* What sid_frame_open finds. */
+/* Checks a frame as sid_frame_open does. */
 __device__ inline void sid_open_frame(const sid_frames &s, const sid_hop_side &h, const sid_part_sum &body) {
     const sid_frame f = *(const sid_frame *)(const void *)(s.wire + h.frame);
     sid_fault &fault = s.head->fault;
@@ -194,8 +194,8 @@ inline sid_table sid_slice_table(const sid_cuda_exchange_step &t, uint32_t s) {
     const uint64_t offset = sid_slice_start(t.x, s), end = offset + sid_slice_len(t.x, s);
     return {t.table.segs, t.table.n_seg, t.table.dtype, t.table.before + offset, t.table.after + t.x->n - end};
 }
-/* What a codec's call has found in head->report becomes a fault: of rank first + its culprit, or of `first` alone. Where
- * `closes` is not NULL, its status becomes that. */
+/* Turns the findings of a codec's call, in head->report, into a fault: of rank first + its culprit, or of `first` alone.
+ * If `closes` is not NULL, it receives the status. */
 sid_status sid_enqueue_found(const sid_cuda_exchange_step &t, uint32_t first, bool alone, int32_t *closes);
 /* Checks all of them; then tells the report what the step has come to (one that is not finite makes all so); then writes
  * them to the segments. */
@@ -211,8 +211,8 @@ struct sid_own_parts {
     uint64_t apart, slice;
 };
 
-/* Where head->undo has `what`: takes the gradient, which g still holds, out of the parts again, and nothing counts as sent.
- * Reads and writes what the memory keeps, and reads the gradient, only then. */
+/* If head->undo has `what`, takes the gradient, which g still holds, out of the parts again, and nothing counts as sent.
+ * Only then does it read and write the memory, and read the gradient. */
 sid_status sid_enqueue_undo(const sid_cuda_exchange_step &t, uint32_t what, const sid_plan *p, const sid_group &g,
                             const sid_own_parts &parts);
 

@@ -9,7 +9,7 @@
 
 namespace {
 
-/* What a kernel knows of the slices that are summed. Of a frame's body what lies beyond the slice is 0. */
+/* The slices that are summed, as a kernel sees them. The part of a frame's body beyond the slice is 0. */
 struct pieces {
     sid_frames frames;
     sid_part_sum *sums; /* a frame each; zero between kernels */

@@ -11,7 +11,7 @@
 
 namespace {
 
-/* What a kernel knows of the slices. */
+/* The slices, as a kernel sees them. */
 struct slices {
     sid_frames frames;
     sid_part_sum *sums; /* a frame each; zero between kernels */
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_spread_kernel(slices k, uint64_
     sid_add_sums(k.sums[k.mine], to.own, part);
 }
 
-/* Of slices from `first` on, `count` of them. */
+/* Closes the frames of `count` slices from `first` on. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_close_kernel(slices k, uint64_t out, uint32_t round, uint32_t first, uint32_t count) {
     sid_follow();
@@ -333,7 +333,8 @@ struct node_step {
     }
     uint64_t tiles(uint64_t n) const { return sid_blocks(t.to, sid_chunks(n), BLOCKS); }
 
-    /* Where the group's segments start: in the inner exchange's work, before it begins or after its end. */
+    /* Tabulates where the group's segments start. The table lies in the inner exchange's work, before it begins or
+     * after its end. */
     sid_status begin_table(sid_group *g, sid_scratch **scratch) const {
         return sid_begin_table(t.to, t.table, x->n, inner.work, g, scratch);
     }

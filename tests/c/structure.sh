@@ -39,7 +39,7 @@ only $(ls csrc/core/*.c | grep -v registry.c) -- '(checksum|core|sound|vectors).
 only csrc/fusion.h --
 only csrc/fusion/*.h -- '\.\./fusion.h'
 only csrc/fusion/*.c -- planner.h
-only csrc/exchange/*.h -- '\.\./core/core.h'
+only csrc/exchange/*.h -- '\.\./(core/core.h|exchanges.def)'
 only csrc/exchange/*.c -- exchange.h '\.\./(core/checksum|core/vectors|sidcomp_cuda|sidcomp_nccl).h'
 none 'internal.h is for cuda/ and the tests' grep -rn '"\(\.\./\)*internal\.h"' csrc
 only python/binding/*.[ch]pp -- fusion.h 'sidcomp(_cuda|_nccl)?.h' '[a-z]+\.hpp'

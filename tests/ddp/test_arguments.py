@@ -111,9 +111,7 @@ def cases() -> dict[str, Case]:
             },
         ),
         **methods(
-            sidcomp.simulation.Simulation,
-            simulated,
-            {"row": {"exchange": "dense", "world": 2}, "crossover": {"exchange": "allgather"}},
+            sidcomp.simulation.Simulation, simulated, {"row": {"exchange": "dense", "world": 2}}
         ),
         **methods(sidcomp.State, state, {
             "follow": {"optimizer": torch.optim.SGD(trained.parameters(), lr=0.1)},

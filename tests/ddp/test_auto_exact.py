@@ -121,7 +121,7 @@ def test_a_plan_is_given_up_once_it_keeps_something_back() -> None:
 def test_a_journal_says_what_waited() -> None:
     decided = [[[1000] * 8, [4000] * 8], [[1000] * 8, [4000] * 8]]
     entry = {"kind": "pairs", "of": "plan", "done": True, "pairs": decided, "rows": [], "took": []}
-    journal.entries([entry], "journal")  # as an earlier version saved it
     journal.entries([{**entry, "waiting": 7}], "journal")
-    with pytest.raises(CheckpointError, match="waiting"):
-        journal.entries([{**entry, "waiting": -1}], "journal")
+    for wrong in (entry, {**entry, "waiting": -1}):
+        with pytest.raises(CheckpointError, match="waiting"):
+            journal.entries([wrong], "journal")

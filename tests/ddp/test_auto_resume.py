@@ -177,7 +177,15 @@ def test_a_part_of_an_uncompressed_group_may_have_residuals() -> None:
 def test_pairs_that_were_given_up_are_enough_in_a_checkpoint() -> None:
     """Five of which the plan won four, by 2 %: too little to go on with."""
     pairs = [*[[[980] * 4, [1000] * 4]] * 4, [[1010] * 4, [1000] * 4]]
-    entry = {"kind": "pairs", "of": "a plan", "done": True, "pairs": pairs, "rows": [], "took": []}
+    entry = {
+        "kind": "pairs",
+        "of": "a plan",
+        "done": True,
+        "pairs": pairs,
+        "rows": [],
+        "took": [],
+        "waiting": 0,
+    }
     journal.entries([entry], "journal")
     with pytest.raises(sidcomp.CheckpointError, match="enough pairs to decide"):
         journal.entries([{**entry, "pairs": pairs[1:]}], "journal")
@@ -185,7 +193,7 @@ def test_pairs_that_were_given_up_are_enough_in_a_checkpoint() -> None:
 
 def test_a_later_plan_may_have_been_left_undecided() -> None:
     """All plans after the first share five pairs with it."""
-    first = {"kind": "pairs", "of": "a plan", "done": True, "rows": [], "took": []}
+    first = {"kind": "pairs", "of": "a plan", "done": True, "rows": [], "took": [], "waiting": 0}
     first["pairs"] = 2 * [[[500] * 4, [1000] * 4]]
     later = {**first, "of": "another", "pairs": 3 * [[[980, 1001] * 2, [1000, 979] * 2]]}
     journal.entries([first, later], "journal")

@@ -185,7 +185,7 @@ def to_a_plan(rank: int, world: int, path: str) -> dict[str, Any]:
     ]
     profile = Profile(
         model="0", world=world, device="cpu", backend="gloo", threads=1, tensors=tensors, forward_ps=0,
-        rest_ps=0, compute_ps=4 * 10**9, dense_ps=9 * 10**9, methods=measured.methods,
+        compute_ps=4 * 10**9, dense_ps=9 * 10**9, methods=measured.methods,
         contention=measured.contention, measured_s=measured.seconds,
     )  # fmt: skip
     if rank == 0:
@@ -351,7 +351,7 @@ def test_an_exchange_beside_a_backward_pass_is_not_measured_beside_an_endless_on
         dense = Method("dense", "none", "none", {}, "allreduce", None, alone, None, contended)
         profile = Profile(
             model="0", world=8, device="cpu", backend="gloo", threads=1, tensors=tensors, forward_ps=0,
-            rest_ps=0, compute_ps=1000 * backward, dense_ps=step, methods=[dense],
+            compute_ps=1000 * backward, dense_ps=step, methods=[dense],
         )  # fmt: skip
         instance = profile.instance(contention=1000)
         return int(sidcomp.planner.evaluate(instance, {"ends": [2], "methods": [0]})["time_ps"])

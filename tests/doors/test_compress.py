@@ -15,6 +15,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from local_training import alike, backward, flat, network
 from sidcomp.local import choice
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,36 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS = 6
 
 
-def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
-
-
-def backward(model: nn.Module, rank: int, step: int, scale: float = 1.0) -> float:
-    draw = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(16, 12, generator=draw)
-    y = torch.stack([x[:, :4].sum(1), x[:, 4:8].prod(1), x[:, 8:].amax(1)], 1)
-    loss = (model(x) - y).square().mean()
-    (loss * scale).backward()
-    return loss.item()
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
     """The loop of a program that knows nothing of sidcomp."""
     for step in steps:
         optimizer.zero_grad()
         backward(model, rank, step)
         optimizer.step()
-
-
-def flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def alike(x: torch.Tensor) -> bool:
-    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, x)
-    return all(torch.equal(one, x) for one in everyone)
 
 
 def sgd(module: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:

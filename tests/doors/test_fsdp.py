@@ -14,6 +14,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from local_training import alike, backward, flat, network
 from sidcomp.doors.ddp import register
 from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch import nn
@@ -22,40 +23,10 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 STEPS = 8
-
-
-def network(seed: int = 0, width: int = 40) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)
-    )
-
-
-def backward(model: nn.Module, rank: int, step: int, scale: float = 1.0) -> float:
-    draw = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(16, 12, generator=draw)
-    y = torch.stack([x[:, :4].sum(1), x[:, 4:8].prod(1), x[:, 8:].amax(1)], 1)
-    loss = (model(x) - y).square().mean() * scale
-    loss.backward()
-    return loss.item()
-
-
-def flat(module: nn.Module) -> torch.Tensor:
-    """What this rank holds of the parameters."""
-    parts = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
-    return torch.cat([p.detach().flatten() for p in parts])
-
-
-def alike(module: nn.Module, replicas: Any = None) -> bool:
-    mine = flat(module)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(replicas))]
-    dist.all_gather(everyone, mine, group=replicas)
-    return all(torch.equal(x, mine) for x in everyone)
 
 
 def sharded(mesh: Any, width: int = 40, **options: Any) -> nn.Module:

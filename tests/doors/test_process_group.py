@@ -19,11 +19,12 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from local_training import alike, backward, flat, network
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -38,35 +39,6 @@ def compressing(codec: str | None = None, **arguments: Any) -> str:
 
     door.configure(codec, min_bytes=1000, **arguments)
     return "cpu:sidcomp,cuda:sidcomp"
-
-
-def network(seed: int = 0, width: int = 40) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)
-    )
-
-
-def backward(model: nn.Module, rank: int, step: int) -> float:
-    draw = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(16, 12, generator=draw)
-    y = torch.stack([x[:, :4].sum(1), x[:, 4:8].prod(1), x[:, 8:].amax(1)], 1)
-    loss = (model(x) - y).square().mean()
-    loss.backward()
-    return loss.item()
-
-
-def flat(module: nn.Module) -> torch.Tensor:
-    """What this rank holds of the parameters."""
-    parts = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
-    return torch.cat([p.detach().flatten() for p in parts])
-
-
-def alike(module: nn.Module, replicas: Any = None) -> bool:
-    mine = flat(module)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(replicas))]
-    dist.all_gather(everyone, mine, group=replicas)
-    return all(torch.equal(x, mine) for x in everyone)
 
 
 def group() -> Any:
@@ -321,7 +293,7 @@ def test_gradients_of_activations_stay_exact_and_it_says_so(kind: str) -> None:
     for rank, (off, steps, said) in enumerate(run(with_activations, 2, kind, backend=backend)):
         assert off == [False] * 8
         assert len(steps) == 1 and in_time(steps[0], 8)  # those of DDP are compressed
-        assert said.count("leaves a backward pass's all-reduces and reduce-scatters exact") == (rank == 0)
+        assert said.count("leaves a backward pass's all-reduces exact") == (rank == 0)
 
 
 def average(grad: torch.Tensor) -> None:
@@ -529,8 +501,6 @@ def made(kind: str, seed: int, world: int) -> tuple[nn.Module, Any]:
     if kind == "hsdp":
         mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
         return fully_shard(model, mesh=mesh), mesh.get_group("replicate")
-    if kind == "fsdp":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (world,))), group()
     if kind in ("ddp", "turns"):
         return DistributedDataParallel(model), group()
     if kind == "buckets":
@@ -647,11 +617,10 @@ def with_checkpoint(rank: int, world: int, kind: str, saved: Any, at: int, last:
 
 
 def keeping(kind: str) -> Any:
-    named = {"reduce_scatter": "topk:density=0.1,memory=residual"} if kind == "fsdp" else {}
-    return partial(compressing, "topk", density=0.05, outside=kind == "outside", **named)
+    return partial(compressing, "topk", density=0.05, outside=kind == "outside")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "buckets", "turns", "hsdp", "fsdp", "accumulated", "outside"])
+@pytest.mark.parametrize("kind", ["ddp", "buckets", "turns", "hsdp", "accumulated", "outside"])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(kind: str) -> None:
     whole = run(with_checkpoint, 2, kind, None, 6, 10, backend=keeping(kind))
     again = run(with_checkpoint, 2, kind, [x[0] for x in whole], 6, 10, backend=keeping(kind))
@@ -680,7 +649,7 @@ def refused(rank: int, world: int, saved: list[bytes]) -> None:
         (other, f"state of rank {1 - rank} of 2, and this is rank {rank}"),
         ({**good, "format": 9}, "no state of a process group"),
         ({**good, "passes": [{**program, "calls": program["calls"][:-1]}]}, "damaged"),
-        ({**good, "passes": [{**program, "calls": [[-1, "float32", "cpu", False, False]]}]}, "damaged"),
+        ({**good, "passes": [{**program, "calls": [[-1, "float32", "cpu", False]]}]}, "damaged"),
         ({**good, "passes": [{**program, "state": nan}]}, name),
         ({**good, "after": good["passes"]}, "outside=True"),
         ([], "the list of states is empty"),
@@ -741,7 +710,7 @@ def test_another_number_of_ranks_takes_over_all_residuals() -> None:
 # ---- ranks that were set up differently
 
 
-def set_up(rank: int, world: int, other: dict[str, Any], kind: str) -> Any:
+def set_up(rank: int, world: int, other: dict[str, Any]) -> Any:
     """The last rank has other settings."""
     usual: dict[str, Any] = {"codec": "topk", "density": 0.1, "min_bytes": 1000}
     mine = {**usual, **other} if rank == world - 1 else usual
@@ -750,10 +719,7 @@ def set_up(rank: int, world: int, other: dict[str, Any], kind: str) -> Any:
     ours = sidcomp.backend.process_group(dist.group.WORLD, mine.pop("codec"), **mine)
     texts = []
     for step in range(2):
-        if kind == "ddp":
-            model: nn.Module = DistributedDataParallel(network(), process_group=ours)
-        else:
-            model = fully_shard(network(), mesh=DeviceMesh.from_group(ours, "cpu"))
+        model = DistributedDataParallel(network(), process_group=ours)
         with pytest.raises(sidcomp.RankError) as e:
             backward(model, rank, step)
         texts.append((e.value.rank, str(e.value)))
@@ -761,20 +727,15 @@ def set_up(rank: int, world: int, other: dict[str, Any], kind: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "other, said, kind",
+    "other, said",
     [
-        ({"codec": "off"}, "rank 0 has [codec topk], rank 2 has [codec off]", "ddp"),
-        ({"codec": "topk", "density": 0.2}, "[parameters {'density': 0.2}]", "ddp"),
-        ({"min_bytes": 10**6}, "rank 0 has [min_bytes 1000], rank 2 has [min_bytes 1000000]", "ddp"),
-        ({"codec": "off"}, "rank 2 has [codec off]", "fsdp"),
-        ({"reduce_scatter": "int8"}, "rank 0 has [reduce_scatter None], rank 2 has [reduce_scatter", "fsdp"),
-        ({"all_gather": "int8"}, "rank 0 has [all_gather None], rank 2 has [all_gather int8:", "fsdp"),
+        ({"codec": "off"}, "rank 0 has [codec topk], rank 2 has [codec off]"),
+        ({"codec": "topk", "density": 0.2}, "[parameters {'density': 0.2}]"),
+        ({"min_bytes": 10**6}, "rank 0 has [min_bytes 1000], rank 2 has [min_bytes 1000000]"),
     ],
 )
-def test_ranks_with_other_settings_are_refused_at_their_first_pass(
-    other: dict[str, Any], said: str, kind: str
-) -> None:
-    for texts, programs in run(set_up, 3, other, kind):
+def test_ranks_with_other_settings_are_refused_at_their_first_pass(other: dict[str, Any], said: str) -> None:
+    for texts, programs in run(set_up, 3, other):
         assert [rank for rank, _ in texts] == [2, 2] and all(said in text for _, text in texts), texts
         assert "give every rank the same SIDCOMP" in texts[0][1] and not programs
 
@@ -1030,7 +991,7 @@ def nothing_to_compress(rank: int, world: int, kind: str) -> str:
 @pytest.mark.parametrize(
     "kind, advice",
     [
-        ("sharded", "reduce_scatter=int8"),
+        ("sharded", "use sidcomp.compress for HSDP"),
         ("small", "min_bytes=1000"),
         ("activations", "hooks of the gradients of torch.nn.Parameter"),
     ],

@@ -351,7 +351,6 @@ def refused(rank: int, world: int) -> dict[str, str]:
         note(kind, lambda kind=kind, how=how: updates(kind, module, sgd, sidcomp.State(), **how))
     note("auto", lambda: hook(unknown, "auto"))
     note("exchange", lambda: hook(unknown, "topk", exchange="twoshot"))
-    note("scatter", lambda: process_group(unknown, "int4", reduce_scatter="int8"))
     note("place", lambda: process_group(dist.group.WORLD, "int4", place=lambda: (0, 1, store)))
     note("other", lambda: hook(unknown, "int4", process_group=native(PrefixStore("b", store), rank, world)))
     silent = Silent(unknown)
@@ -377,7 +376,6 @@ REFUSED = {
     **dict.fromkeys(KINDS, "SetupError: ProcessGroup is .* give a deadline, and no process_group"),
     "auto": "UnsupportedError: .* name a codec and groups",
     "exchange": "UnsupportedError: .* leave exchange out",
-    "scatter": "UnsupportedError: .* leave them out",
     "place": "ArgumentError: place: .* leave it out",
     "other": "SetupError: .* give both the same process group",
     "silent": r"SetupError: Silent is .* give .*process_group\(group, place=",

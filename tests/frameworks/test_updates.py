@@ -19,17 +19,16 @@ from launched import (
     STEPS,
     UPDATES,
     adamw_of,
-    alike,
     as_torchrun,
     batches,
     dataset,
     example,
-    flat,
     network,
     plain_updates,
     run_frameworks,
     weights,
 )
+from local_training import alike, flat
 from torch import nn
 
 

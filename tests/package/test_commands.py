@@ -210,19 +210,12 @@ def test_a_command_takes_what_is_printed(command: str, folder: Path, monkeypatch
 # Benchmarks whose pieces no other test runs, in small: those that take seconds, and no slow link.
 SMALL = """
 bench_codec --n 4096 --repeats 2 --only topk
-bench_error --task digits --only int4
-bench_forms --n 4096 --repeats 2 --steps 2
 bench_hook --width 8 --depth 1 --batch 2 --steps 1 --repeats 2
-bench_merge --world 2 --repeats 2
 bench_planner --only speed --repeats 1
-bench_threads --n 8192 --repeats 2
 papers --list
-papers.contraction --n 4096 --seeds 10
 papers.convergence --task digits --steps 2 --seeds 1 --only "topk,preset redsync"
 papers.cupcake --limit 1000 --instances "ResNet50, V100 PCIe, DGC"
 papers.marsit --what bytes --world 3
-papers.mergecomp_cost --least 6 --most 8 --repeats 2
-papers.redsync_ratio --n 4096 --steps 2 --tasks digits
 papers.redsync_selection --kb 32 --repeats 2
 papers.sidco_ratio --n 4096 --steps 2 --tasks digits
 papers.training --list

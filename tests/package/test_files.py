@@ -174,7 +174,6 @@ def save_profile(path: Path) -> None:
     tensors = [{"name": "a", "bytes": 8, "bucket": 0, "ready_ps": 3, "kind": "float32 cpu"}]
     times = {
         "forward_ps": 1,
-        "rest_ps": 1,
         "compute_ps": 4,
         "dense_ps": 4,
         "contention": {},

@@ -1,5 +1,5 @@
 """benchmarks/bench_outer.py and benchmarks/bench_adamw.py at a tiny size: they train, keep what they have
-measured, and say how. And what benchmarks/bench_error.py takes the error of."""
+measured, and say how."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import bench_adamw, bench_error, bench_outer, compact_json  # noqa: E402
+from benchmarks import bench_adamw, bench_outer, compact_json  # noqa: E402
 from benchmarks.netlab import outer  # noqa: E402
 
 BENCHES = [bench_outer, bench_adamw]
@@ -309,22 +309,3 @@ def test_the_rate_fits_the_steps(steps: int, warm: int) -> None:
     assert len(rates) == steps and rates.argmax() == warm - 1
     assert rates[0] == pytest.approx(1 / warm) and rates[-1] < 0.1 + 0.45 * (np.pi / steps) ** 2
     assert (np.diff(rates[warm - 1 :]) < 0).all()
-
-
-@pytest.mark.parametrize("codec, memory", [("powersgd", "residual"), ("none", "none"), ("int8", "residual")])
-def test_the_error_is_that_of_the_mean(codec: str, memory: str) -> None:
-    """Of matrices whose mean has a low rank, which powersgd sends whole."""
-    rng = np.random.default_rng(0)
-    shapes = [(40, 30), (7,), (60, 20)]
-    x = [
-        np.concatenate([np.outer(rng.normal(size=s[0]), rng.normal(size=s[1:])).ravel() for s in shapes])
-        for _ in range(3)
-    ]
-    gradients = [y.astype(np.float32) for y in x]
-    mean = np.mean(x, axis=0)
-    row = bench_error.of(codec, gradients, mean, shapes)
-    assert row["ranks"] == 3 and row["cosine"] > 0.999
-    assert row["error %"] < (3.0 if codec == "int8" else 1e-3)
-    assert (row["bits"] < 13) is (codec != "none")
-    _, nbytes = bench_error.averaged(codec, memory, gradients, shapes)
-    assert row["bits"] == 8 * nbytes / len(mean)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.models import MODELS  # noqa: E402
 from benchmarks.netlab import replay  # noqa: E402
-from benchmarks.papers import sidco_fits, training  # noqa: E402
+from benchmarks.papers import training  # noqa: E402
 
 
 class Small:
@@ -175,33 +175,3 @@ def test_gains_compare_columns_that_were_measured() -> None:
     assert training.gains("merged", "layer", ("topk", "dgc"), rows) == [
         (2.0, "topk, resnet50, 2 hosts, 1gbit")
     ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "draw"),
-    [
-        ("exponential", lambda rng, n: rng.exponential(2, n)),
-        ("gamma", lambda rng, n: rng.gamma(0.4, 2, n)),
-        ("generalized Pareto", lambda rng, n: ((1 - rng.random(n)) ** -0.2 - 1) * 2 / 0.2),
-    ],
-)
-def test_a_fit_finds_its_own_distribution(kind: str, draw: Any) -> None:
-    numpy = pytest.importorskip("numpy")
-    pytest.importorskip("scipy")
-    magnitudes = numpy.sort(draw(numpy.random.default_rng(0), 200_000))
-    fits = {name: sidco_fits.Fit(name, magnitudes) for name in sidco_fits.FITS}
-    distances = {name: fit.distance(magnitudes) for name, fit in fits.items()}
-    assert distances[kind] < 0.02
-    assert fits[kind].passes(magnitudes, 0.01) == pytest.approx(1, abs=0.15)
-    if kind == "gamma":
-        assert min(distances, key=lambda name: distances[name]) == "gamma"
-
-
-def test_a_power_law_has_its_exponent() -> None:
-    numpy = pytest.importorskip("numpy")
-    ordered = numpy.arange(1, 200_001)[::-1] ** -0.7
-    assert sidco_fits.exponent(ordered) == pytest.approx(0.7, abs=0.01)
-    half, one, ten = sidco_fits.errors(ordered)
-    whole = float((ordered**2).sum())
-    assert one == pytest.approx(float((ordered[:198_000] ** 2).sum() / whole) ** 0.5)
-    assert half > one > ten

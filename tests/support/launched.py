@@ -18,6 +18,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import context, run
+from local_training import flat
 from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -147,20 +148,9 @@ def plain_updates(rank: int, world: int) -> dict[str, Any]:
     return out
 
 
-def flat(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
 def weights(saved: dict[str, Any]) -> Tensor:
     """As `flat`, of a saved state_dict."""
     return torch.cat([x.flatten() for x in saved.values()])
-
-
-def alike(x: Tensor) -> bool:
-    """Whether all ranks have it."""
-    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, x)
-    return all(torch.equal(one, x) for one in everyone)
 
 
 def snapshot(module: nn.Module, saved: dict[str, Any]) -> dict[str, Tensor]:

@@ -47,9 +47,11 @@ def updates(
     return Updates(module, optimizers, state, **how)
 
 
-def network(seed: int = 0) -> nn.Module:
+def network(seed: int = 0, width: int = 40) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    return nn.Sequential(
+        nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)
+    )
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,14 +69,17 @@ def backward(model: nn.Module, rank: int, step: int, scale: float = 1.0) -> floa
 
 
 def flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+    """What this rank holds of the parameters."""
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
+    return torch.cat([p.detach().flatten() for p in parts])
 
 
-def alike(x: torch.Tensor | nn.Module) -> bool:
-    """Whether a tensor, or a module's parameters, have the same bits on all ranks."""
+def alike(x: torch.Tensor | nn.Module, group: Any = None) -> bool:
+    """Whether a tensor, or what the ranks hold of a module's parameters, has the same bits on all ranks of a
+    group."""
     mine = flat(x) if isinstance(x, nn.Module) else x
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
     return all(torch.equal(y, mine) for y in everyone)
 
 

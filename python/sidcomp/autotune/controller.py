@@ -29,7 +29,7 @@ from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.planner.fusion import VERSION
 from sidcomp.planner.profile import Profile
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.checkpoint import Resume, candidate_of
+from sidcomp.runtime.checkpoint import Resume
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.layout import Layout
 
@@ -175,14 +175,14 @@ class Controller(Monitoring):
 
     def _loaded_regime(self, resume: Resume, regime: dict[str, Any] | None) -> tuple[Regime | None, Regime]:
         """The regime that was kept, and that of its groups: the checkpoint's layout, unless it was saved
-        during a comparison or before DDP had its buckets. An old checkpoint has only the groups."""
+        during a comparison or before DDP had its buckets."""
         kept = Regime(regime["rule"], tuple(regime["ways"])) if regime else None
         if kept is not None and (kept == PLAIN or self._watched.comparing or not resume.layout):
             return kept, kept
         shapes = {n: tuple(s) for g in resume.layout for n, s in zip(g["names"], g["shapes"], strict=True)}
         out = self.settings.policy.excluded(shapes)
         groups = [g for g in resume.layout if g["names"][0] not in out]
-        candidates = tuple(candidate_of(g) for g in groups)
+        candidates = tuple(g["way"] for g in groups)
         lists = Regime([list(g["names"]) for g in groups], candidates)
         asked = lists if any(candidate != DENSE for candidate in candidates) else PLAIN
         return (kept or asked if groups else None), asked

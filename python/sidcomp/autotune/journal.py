@@ -121,9 +121,13 @@ _HOLDS: dict[str, dict[str, Check]] = {
     },
     "profile": {"profile": _profile},
     "times": {"times": listing(count)},
-    "pairs": {"pairs": listing(pair), "rows": listing(listing(whole)), "took": listing(whole)},
+    "pairs": {
+        "pairs": listing(pair),
+        "rows": listing(listing(whole)),
+        "took": listing(whole),
+        "waiting": count,
+    },
 }
-_MAY_HOLD: dict[str, dict[str, Check]] = {"pairs": {"waiting": count}}  # entries of earlier versions do not
 
 
 def entries(value: object, where: str) -> None:
@@ -133,7 +137,7 @@ def entries(value: object, where: str) -> None:
     for i, e in enumerate(value):
         if e["kind"] not in _HOLDS:
             raise wrong(f"{where}[{i}]['kind']", e["kind"], f"one of {', '.join(_HOLDS)}")
-        record(_HOLDS[e["kind"]], _MAY_HOLD.get(e["kind"]))(e, f"{where}[{i}]")
+        record(_HOLDS[e["kind"]])(e, f"{where}[{i}]")
         if e["kind"] == "pairs":
             widths = {len(row) for row in (*e["rows"], *([e["took"]] if e["took"] else []))}
             if len(widths) > 1:

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from statistics import median
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -177,6 +177,56 @@ def profile(
     """
     assert p.layout is not None and p.exchange is not None
     layout, started = p.layout, perf_counter_ns()
+    span, times = _times(p, turns, dense_ns, agree)
+    tensors = _tensors(layout, times)
+    at_first = min(t["ready_ps"] for t in tensors)
+    beside = max(t["ready_ps"] for t in tensors) - at_first + _PS * max(0, times.longer)  # exchanges
+    probed = probe.measure(
+        [measurable(settings, i, p.exchange.world) for i in considered(p, settings)],
+        p.exchange,
+        sum(t["bytes"] for t in tensors),
+        layout.buckets[0].buffer.dtype,
+        p.exchange.device,
+        budget,
+        settings.seed,
+        settings.isa,
+        progress,
+        beside // _PS,
+    )
+    sizes = [s.buffer.numel() * s.buffer.element_size() for s in layout.buckets]
+    stolen = 0  # a GPU's exchanges hardly slow down its computation; those of updates overlap none
+    if not p.on_device and not p.updates:
+        stolen = _stolen(probed, times.longer, sizes, span)
+    (stolen,) = agree([stolen])
+    contention = {**probed.contention, "stolen_permille": stolen}
+    return Profile(
+        **identity(layout.buckets, p.exchange),
+        tensors=tensors,
+        forward_ps=at_first,
+        compute_ps=_PS * times.compute,
+        dense_ps=_PS * times.dense,
+        methods=probed.methods,
+        contention=contention,
+        measured_s=(perf_counter_ns() - started) * 1e-9,
+    )
+
+
+class _Times(NamedTuple):
+    """The times on which all ranks agree, in ns. compute, dense: an iteration without communication, and of
+    plain DDP; longer: by how much exchanges make its backward pass longer; buckets, ready: when each bucket,
+    and each parameter's gradient, is ready."""
+
+    compute: int
+    dense: int
+    longer: int
+    buckets: list[int]
+    ready: list[int]
+
+
+def _times(p: Engine, turns: Sequence[Mapping[str, Any]], dense_ns: int, agree: Agree) -> tuple[int, _Times]:
+    """Returns this rank's backward pass without communication in ns, and the times that all ranks have."""
+    layout = p.layout
+    assert layout is not None
     compute = int(median(t["compute"] for t in turns))
     buckets = [int(median(t["buckets"][j] for t in turns)) for j in range(len(layout.buckets))]
     ready, at = [], 0
@@ -199,6 +249,11 @@ def profile(
         buckets[j] = max(buckets[j], buckets[j - 1])
     if p.updates:  # the optimizer came in between
         ready = [at for at, bucket in zip(buckets, layout.buckets, strict=True) for _ in bucket.names]
+    return span, _Times(compute, dense_ns, longer, buckets, ready)
+
+
+def _tensors(layout: Layout, times: _Times) -> list[dict[str, Any]]:
+    """The tensors of a Profile."""
     params = [name for bucket in layout.buckets for name in bucket.names]
     of_param = {name: i for i, name in enumerate(params)}
     tensors: list[dict[str, Any]] = [
@@ -206,44 +261,14 @@ def profile(
             "name": x.name,
             "bytes": x.numel * x.itemsize,
             "bucket": x.bucket,
-            "ready_ps": _PS * min(ready[of_param[x.name]], buckets[x.bucket]),
+            "ready_ps": _PS * min(times.ready[of_param[x.name]], times.buckets[x.bucket]),
             "kind": f"{x.dtype} {x.device}",
         }
         for x in planned(layout)
     ]
     if not tensors:
         raise SetupError("every parameter is excluded, so there is nothing to plan: leave exclude= out")
-    at_first = min(t["ready_ps"] for t in tensors)
-    beside = max(t["ready_ps"] for t in tensors) - at_first + _PS * max(0, longer)  # beside exchanges
-    probed = probe.measure(
-        [measurable(settings, i, p.exchange.world) for i in considered(p, settings)],
-        p.exchange,
-        sum(t["bytes"] for t in tensors),
-        layout.buckets[0].buffer.dtype,
-        p.exchange.device,
-        budget,
-        settings.seed,
-        settings.isa,
-        progress,
-        beside // _PS,
-    )
-    sizes = [s.buffer.numel() * s.buffer.element_size() for s in layout.buckets]
-    stolen = 0  # a GPU's exchanges hardly slow down its computation; those of updates overlap none
-    if not p.on_device and not p.updates:
-        stolen = _stolen(probed, longer, sizes, span)
-    (stolen,) = agree([stolen])
-    contention = {**probed.contention, "stolen_permille": stolen}
-    return Profile(
-        **identity(layout.buckets, p.exchange),
-        tensors=tensors,
-        forward_ps=at_first,
-        rest_ps=0,  # the time after a backward pass counts to the next iteration
-        compute_ps=_PS * compute,
-        dense_ps=_PS * dense_ns,
-        methods=probed.methods,
-        contention=contention,
-        measured_s=(perf_counter_ns() - started) * 1e-9,
-    )
+    return tensors
 
 
 def _span(s: Observed) -> int:

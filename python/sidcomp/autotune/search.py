@@ -162,7 +162,7 @@ class Search(Profiling):
             e["took"] = self._agree([int(median(c)) for c in zip(*rows, strict=True)]) if rows else []
             e["waiting"] = self._waiting()
             e["rows"], e["done"] = [], True
-        return {"waiting": 0, **e, "took": e["took"] if len(e["took"]) == width else []}
+        return {**e, "took": e["took"] if len(e["took"]) == width else []}
 
     def _waiting(self) -> int:
         """How many elements a rank keeps back, at most; 0 where it may keep some."""

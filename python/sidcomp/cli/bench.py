@@ -70,12 +70,7 @@ def bench_command(
         if place.rank == 0:
             refuse_plot(plot)
             refuse_unwritable("--save", save)
-        if not 0 < seconds <= 3600:
-            raise ArgumentError(f"--seconds {seconds}: more than 0, up to 3600")
-        if not 0 < step_ms <= 1e6:
-            raise ArgumentError(f"--step-ms {step_ms}: more than 0, up to 1000000")
-        if find_spec("torch") is None:
-            raise SetupError("measuring exchanges needs torch: pip install 'torch>=2.4'")
+        _check(seconds, step_ms)
         codecs = codecs_of(codec)
         candidates(codecs)  # a codec that there is not is named before the ranks start
         shapes = read_model(model) if model is not None else _stand_in(mb)
@@ -100,6 +95,15 @@ def bench_command(
             f"{save}: the costs are measured; the model and its step of {step_ms:g} ms are "
             f"{'given' if model is not None else 'assumed'}"
         )
+
+
+def _check(seconds: float, step_ms: float) -> None:
+    if not 0 < seconds <= 3600:
+        raise ArgumentError(f"--seconds {seconds}: more than 0, up to 3600")
+    if not 0 < step_ms <= 1e6:
+        raise ArgumentError(f"--step-ms {step_ms}: more than 0, up to 1000000")
+    if find_spec("torch") is None:
+        raise SetupError("measuring exchanges needs torch: pip install 'torch>=2.4'")
 
 
 class Place(NamedTuple):

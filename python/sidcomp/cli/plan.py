@@ -158,6 +158,19 @@ def _span(span: Sequence[int] | None) -> str:
     return "" if span is None else f"{span[0] / 1e9:.3f} to {span[1] / 1e9:.3f}"
 
 
+def _check_given(instance: Path | None, profile: Path | None, compares: bool, more: bool) -> None:
+    """compares: --all is given; more: so are options that do not go with it."""
+    if (instance is None) == (profile is None):
+        raise typer.BadParameter(
+            "give one JSON file: an instance (docs/planning.md), or --profile with a saved profile",
+            param_hint="INSTANCE",
+        )
+    if compares and more:
+        raise typer.BadParameter(
+            "it compares all algorithms: no --option and no --plot with it", param_hint="--all"
+        )
+
+
 def plan_command(
     instance: Annotated[
         Path | None, typer.Argument(help="Tensors and costs as JSON (docs/planning.md).")
@@ -190,15 +203,7 @@ def plan_command(
     if listed:
         print(list_algorithms())
         return
-    if (instance is None) == (profile is None):
-        raise typer.BadParameter(
-            "give one JSON file: an instance (docs/planning.md), or --profile with a saved profile",
-            param_hint="INSTANCE",
-        )
-    if every and (option or plot):
-        raise typer.BadParameter(
-            "it compares all algorithms: no --option and no --plot with it", param_hint="--all"
-        )
+    _check_given(instance, profile, compares=every, more=bool(option or plot))
     try:
         source = Profile.load(profile) if profile is not None else None
         refuse_plot(plot)

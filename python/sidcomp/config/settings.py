@@ -1,9 +1,9 @@
 """Checks the arguments of a State."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from sidcomp import core as _core
 from sidcomp.config import accuracy as accuracy_of
@@ -138,118 +138,62 @@ class Settings:
     ) -> "Settings":
         auto = codec == "auto"
         free = not parameters and (codec is None or (auto and candidates is None))
-        if accuracy is not None and not free:
+        _check_values(
+            seed=seed, checksum_every=checksum_every, isa=isa, full_every=full_every,
+            clip_gradient=clip_gradient, warmup=warmup, transport=transport, nonfinite=nonfinite,
+        )  # fmt: skip
+        accuracy = _accuracy(accuracy, free, memory)
+        if candidates is not None and not auto:
+            raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
+        groups = ("auto" if auto else "bucket") if groups is None else groups
+        if auto and groups != "auto":
             raise ArgumentError(
-                f"accuracy={accuracy!r} limits what sidcomp chooses by itself, but the codec, its parameters "
-                "or the candidates are named: leave accuracy out"
-            )
-        accuracy = "dense" if accuracy is None else accuracy
-        accuracy_of.check(accuracy)
-        if accuracy == "exact" and memory is not None and "feedback" not in find_memory(memory).traits:
-            raise ArgumentError(
-                f'accuracy="exact" with memory={memory!r}: "lossless" has no room for some small elements in '
-                "some steps, and only a residual sends them later: leave memory out"
+                f'codec="auto" finds the groups itself: leave groups={groups!r} out, or name a codec'
             )
         if codec is None:
             default = accuracy_of.allowed(accuracy, adaptive)[0] if free else DEFAULT
             given = {k: v for k, v in default[1].items() if k != "density" or "ratio" not in parameters}
             codec, parameters = default[0], {**given, **parameters}
-        if auto and candidates is None:
-            candidates, ours = accuracy_of.candidates(accuracy, adaptive), True
-        else:
-            ours = False
         parameters = dict(parameters)
-        if not auto and exchange is not None and not isinstance(exchange, str):
-            raise ArgumentError(
-                f'exchange={exchange!r}: only codec="auto" takes a list; for {codec!r} name one exchange'
-            )
-        if exchange is not None and not isinstance(exchange, str) and not is_list(exchange):
-            raise ArgumentError(
-                f"exchange={exchange!r}: give a name, or a list of names, that sidcomp.exchanges() has"
-            )
-        names = (
-            EXCHANGES if auto and exchange is None else [exchange] if isinstance(exchange, str) else exchange
-        )
-        choices = ExchangeChoice.parse(names or (), parameters)
-        if not _is_count(seed) or seed >= 2**64:
-            raise ArgumentError(f"seed={seed!r}: give a whole number from 0 to 2**64 - 1")
-        if not _is_count(checksum_every):
-            raise ArgumentError(f"checksum_every={checksum_every!r}: give a number of steps, or 0 for never")
-        if isa is not None and not isinstance(isa, str):
-            raise ArgumentError(
-                f'isa={isa!r}: give the name of an instruction set, such as "avx2", or "auto" for the best'
-            )
-        for _, k in full_every.marks if isinstance(full_every, Schedule) else [(0, full_every)]:
-            if not _is_count(k):
-                raise ArgumentError(f"full_every={k!r}: give a number of steps, or 0 for never")
-        if not is_number(clip_gradient) or not 0 <= clip_gradient < math.inf:
-            raise ArgumentError(f"clip_gradient={clip_gradient!r}: give a norm above 0, or 0 for none")
-        if not _is_count(warmup):
-            raise ArgumentError(f"warmup={warmup!r}: give a number of steps, or 0 for none")
-        if transport not in TRANSPORTS:
-            raise ArgumentError(f"transport={transport!r}: choose one of {', '.join(TRANSPORTS)}")
-        if nonfinite is not None and nonfinite not in NONFINITE:
-            raise ArgumentError(f"nonfinite={nonfinite!r}: choose one of {', '.join(NONFINITE)}, or None")
-        if candidates is not None and not auto:
-            raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
-        if groups is None:
-            groups = "auto" if auto else "bucket"
-        if auto and groups != "auto":
-            raise ArgumentError(
-                f'codec="auto" finds the groups itself: leave groups={groups!r} out, or name a codec'
-            )
+        choices = ExchangeChoice.parse(_exchange_names(exchange, codec), parameters)
         if auto:
-            assert candidates is not None
-            chosen = _candidates(candidates, memory, parameters, given=not ours)
+            listed = accuracy_of.candidates(accuracy, adaptive) if candidates is None else candidates
+            chosen = _candidates(listed, memory, parameters, given=candidates is not None)
             chosen += _over(choices, chosen, named=exchange is not None)
         else:
             chosen = (Candidate(*resolve(codec, memory, parameters), *choices),)
-        rules = parse_rules(policy)
-        dense = frozenset(
-            i for i, (_, r) in enumerate(rules) if "codec" in r and find_codec(r["codec"]).lossless
-        )
         settings = cls(
-            auto,
-            chosen,
-            parse_groups(groups),
-            Policy(parse_exclude(exclude), rules, dense),
-            seed,
-            checksum_every,
-            isa,
-            memory is not None,
-            full_every,
-            warmup,
-            transport,
-            nonfinite,
-            _search(groups, Y, alpha),
-            free,
-            accuracy,
-            adaptive,
-            float(clip_gradient),
-        )
-        if settings.planned and (
-            several := [candidate.codec.name for candidate in chosen if candidate.codec.reductions]
-        ):
-            raise ArgumentError(
-                f"codec {several[0]!r} needs several reductions per step, which "
-                f'groups={settings.groups!r} cannot plan: choose groups="bucket" or another codec'
-            )
-        if clip_gradient and settings.planned:
-            raise ArgumentError(
-                f"clip_gradient does not work with groups={groups!r}: planned groups leave in backward(), "
-                'and this norm is known only after it. Choose groups="bucket" or "model"'
-            )
-        if full_every and settings.planned:
-            raise ArgumentError(
-                f"full_every (K) does not work with groups={groups!r}, which are planned by measured steps: "
-                "full-precision steps would change their times. Find the groups in a run without it and give "
-                'them to the next one: groups=[g["names"] for g in state.plan_report()["groups"]]. Or choose '
-                'groups="bucket"'
-            )
+            auto, chosen, parse_groups(groups), _policy(exclude, policy),
+            seed, checksum_every, isa, memory is not None, full_every, warmup, transport, nonfinite,
+            _search(groups, Y, alpha), free, accuracy, adaptive, float(clip_gradient),
+        )  # fmt: skip
+        settings._check_groups()
         for candidate in range(len(chosen)):  # the core checks ranges, and whether this processor has the isa
             settings.plan(1, "float32", candidate)
         settings._check_rules()
         return settings
+
+    def _check_groups(self) -> None:
+        """Checks what planned groups cannot have."""
+        if not self.planned:
+            return
+        if several := [c.codec.name for c in self.candidates if c.codec.reductions]:
+            raise ArgumentError(
+                f"codec {several[0]!r} needs several reductions per step, which "
+                f'groups={self.groups!r} cannot plan: choose groups="bucket" or another codec'
+            )
+        if self.clip_gradient:
+            raise ArgumentError(
+                f"clip_gradient does not work with groups={self.groups!r}: planned groups leave in "
+                'backward(), and this norm is known only after it. Choose groups="bucket" or "model"'
+            )
+        if self.full_every:
+            raise ArgumentError(
+                f"full_every (K) does not work with groups={self.groups!r}, which are planned by measured "
+                "steps: full-precision steps would change their times. Find the groups in a run without it "
+                'and give them to the next one: groups=[g["names"] for g in state.plan_report()["groups"]]. '
+                'Or choose groups="bucket"'
+            )
 
     def _check_rules(self) -> None:
         """Checks that the codecs and memories in use have what the policy sets, and that it is in range."""
@@ -438,6 +382,71 @@ class Settings:
 
 def _is_count(x: object) -> bool:
     return is_whole(x) and int(x) >= 0  # type: ignore[call-overload,no-any-return,unused-ignore]
+
+
+# By the name of an argument: what a right value is, and what to give in place of a wrong one.
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "seed": (lambda x: _is_count(x) and x < 2**64, "give a whole number from 0 to 2**64 - 1"),
+    "checksum_every": (_is_count, "give a number of steps, or 0 for never"),
+    "isa": (
+        lambda x: x is None or isinstance(x, str),
+        'give the name of an instruction set, such as "avx2", or "auto" for the best',
+    ),
+    "full_every": (_is_count, "give a number of steps, or 0 for never"),
+    "clip_gradient": (lambda x: is_number(x) and 0 <= x < math.inf, "give a norm above 0, or 0 for none"),
+    "warmup": (_is_count, "give a number of steps, or 0 for none"),
+    "transport": (lambda x: x in TRANSPORTS, f"choose one of {', '.join(TRANSPORTS)}"),
+    "nonfinite": (lambda x: x is None or x in NONFINITE, f"choose one of {', '.join(NONFINITE)}, or None"),
+}
+
+
+def _check_values(**values: Any) -> None:
+    for name, value in values.items():
+        right, advice = _VALUES[name]
+        scheduled = name == "full_every" and isinstance(value, Schedule)
+        for x in [x for _, x in value.marks] if scheduled else [value]:
+            if not right(x):
+                raise ArgumentError(f"{name}={x!r}: {advice}")
+
+
+def _policy(exclude: Exclude, policy: Rules) -> Policy:
+    rules = parse_rules(policy)
+    dense = (i for i, (_, r) in enumerate(rules) if "codec" in r and find_codec(r["codec"]).lossless)
+    return Policy(parse_exclude(exclude), rules, frozenset(dense))
+
+
+def _accuracy(accuracy: str | None, free: bool, memory: str | None) -> str:
+    """Checks what limits sidcomp's own choice. free: it may choose."""
+    if accuracy is not None and not free:
+        raise ArgumentError(
+            f"accuracy={accuracy!r} limits what sidcomp chooses by itself, but the codec, its parameters "
+            "or the candidates are named: leave accuracy out"
+        )
+    accuracy = "dense" if accuracy is None else accuracy
+    accuracy_of.check(accuracy)
+    if accuracy == "exact" and memory is not None and "feedback" not in find_memory(memory).traits:
+        raise ArgumentError(
+            f'accuracy="exact" with memory={memory!r}: "lossless" has no room for some small elements in '
+            "some steps, and only a residual sends them later: leave memory out"
+        )
+    return accuracy
+
+
+def _exchange_names(exchange: object, codec: str) -> Sequence[str]:
+    """The names that `exchange` gives. Without one these are the codec's own choice."""
+    if exchange is None:
+        return EXCHANGES if codec == "auto" else ()
+    if isinstance(exchange, str):
+        return (exchange,)
+    if codec != "auto":
+        raise ArgumentError(
+            f'exchange={exchange!r}: only codec="auto" takes a list; for {codec!r} name one exchange'
+        )
+    if not is_list(exchange):
+        raise ArgumentError(
+            f"exchange={exchange!r}: give a name, or a list of names, that sidcomp.exchanges() has"
+        )
+    return cast("Sequence[str]", exchange)
 
 
 def _search(groups: Groups, Y: int | None, alpha: float | None) -> tuple[int, float]:

@@ -18,11 +18,9 @@ from sidcomp.planner.cost_curve import Curve
 FORMAT = 1
 _SAME = 0.05  # a comparison omits smaller changes
 _DRIFT = 0.25  # a larger change of plain DDP's step makes a profile stale
-_STEPS = {
-    "forward_ps": "forward", "rest_ps": "rest", "compute_ps": "without communication", "dense_ps": "plain DDP"
-}  # fmt: skip
+_STEPS = {"forward_ps": "forward", "compute_ps": "without communication", "dense_ps": "plain DDP"}
 _MOST = 2**53  # ps (2.5 hours) or bytes: planners add and multiply within 2^60
-_OPTIONAL = {"contention", "overlap_permille", "measured_s"}
+_OPTIONAL = {"contention", "measured_s"}
 _TENSOR = {"name", "bytes", "bucket", "ready_ps", "kind"}
 _STAGES = ("encode", "exchange_curve", "decode", "contended")
 _CORRECTION = 16_000  # per mille: the largest correction of a cost by later observations
@@ -59,7 +57,7 @@ class Profile:
     tensors     in gradient-ready order: {"name", "bytes", "bucket", "ready_ps", "kind"}. ready_ps counts from
                 the start of the iteration, without communication; kind is dtype and device, which no group
                 mixes
-    compute_ps  an iteration without communication: forward, backward and rest
+    compute_ps  an iteration without communication: forward and backward
     dense_ps    an iteration of plain DDP, the mean over the ranks
     methods     the candidates, dense first
     contention  overlapped time in per mille of isolated time, of an exchange ("exchange_permille") and of
@@ -76,12 +74,10 @@ class Profile:
     threads: int
     tensors: list[dict[str, Any]]
     forward_ps: int
-    rest_ps: int
     compute_ps: int
     dense_ps: int
     methods: list[Method]
     contention: dict[str, int] = field(default_factory=dict)
-    overlap_permille: int = 0
     measured_s: float = 0.0
     version: str = _core.version
     format: int = FORMAT
@@ -143,7 +139,6 @@ class Profile:
         for name, least in (("world", 1), ("threads", 0), *((step, 0) for step in _STEPS)):
             fusion._within(name, getattr(self, name), least, _MOST)
         fusion._within("format", self.format, FORMAT, FORMAT)
-        fusion._within("overlap_permille", self.overlap_permille, 0, 1000)
         _finite("measured_s", self.measured_s)
         if not isinstance(self.contention, Mapping):
             raise ArgumentError(f"contention must be a dictionary, not {files.shown(self.contention)}")
@@ -281,7 +276,7 @@ class Profile:
             "forward_ps": self.forward_ps,
             "tensors": tensors,
             "methods": costs,
-            "overlap_permille": self.overlap_permille,
+            "overlap_permille": 0,
             "decode": "side",
         }
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sidcomp import core as _core
 from sidcomp import notices
 from sidcomp.address import address
-from sidcomp.config.grouping import DENSE, Piece, Spec, shorten
+from sidcomp.config.grouping import Piece, Spec, shorten
 from sidcomp.config.registry import find_memory
 from sidcomp.config.settings import Settings
 from sidcomp.errors import ArgumentError, CheckpointError
@@ -215,17 +215,14 @@ class Resume:
         if values is not None:
             with g.host_state(write=True) as state:
                 g.plan.residual_in(state, _place(g, values))
-        if (
-            self.same_codec and old is not None
-            and candidate_of(old) == g.spec.candidate and len(old["header"])
-        ):  # fmt: skip
+        if self.same_codec and old is not None and old["way"] == g.spec.candidate and len(old["header"]):
             header, places = old["header"].to(g.device), _headers(g)
             if len(header) != STATE_HEADER * len(places):
                 return
             for at, own in zip(places, header.split(STATE_HEADER), strict=True):
                 for first, end in _core.state_lasting:  # residual_in has written the rest
                     g.state.tensor[at + first : at + end] = own[first:end]
-            extra = old.get("extra", header[:0])
+            extra = old["extra"]
             if len(extra) == g.plan.extra_bytes:
                 g.state.tensor[g.states.codec_bytes] = extra.to(g.device)
 
@@ -312,11 +309,6 @@ def carry(groups: Sequence[Group], rates: Rates | None) -> Resume:
     return Resume(_residuals(groups, rates), [_save_group(g) for g in groups], {})
 
 
-def candidate_of(group: dict[str, Any]) -> int:
-    """Returns how a saved group was sent. Old checkpoints only say whether it was dense."""
-    return int(group["way"]) if "way" in group else DENSE if group["dense"] else 0
-
-
 def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece], candidates: int) -> list[Spec]:
     """Returns the groups of a checkpoint for the current buckets. candidates: the number of ways to send a
     group."""
@@ -330,13 +322,13 @@ def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece], candidates:
                 f"{own[0].device}, and {odd[0].name}, {odd[0].dtype} on {odd[0].device}, but a group has one "
                 "dtype and one device: give the module the dtypes and devices that it was saved with"
             )
-    return [Spec(candidate_of(g), [by_name[n] for n in g["names"]]) for g in groups]
+    return [Spec(g["way"], [by_name[n] for n in g["names"]]) for g in groups]
 
 
 def _check_candidate(i: int, group: dict[str, Any], candidates: int) -> None:
-    if candidate_of(group) >= candidates:
+    if group["way"] >= candidates:
         raise CheckpointError(
-            f"layout[{i}]['way'] of the checkpoint is {candidate_of(group)}, but this State has {candidates} "
+            f"layout[{i}]['way'] of the checkpoint is {group['way']}, but this State has {candidates} "
             "ways to send a group: make it with the codec and policy that it was saved with"
         )
 

@@ -19,8 +19,7 @@ STATE_HEADER = _core.state_header_bytes  # before the vectors in a state (sid_st
 _MOST = 2**62
 _HOLDERS = (Mapping, list, tuple)
 _DEPTH, _ENTRIES = 32, 2**22  # of what is read
-# The arguments of the saved State, to be compared with those of the one that loads it. Older versions lack
-# some.
+# The arguments of the saved State, to be compared with those of the one that loads it.
 _SETTINGS: dict[str, tuple[type, ...]] = {
     "version": (str,),
     "codec": (str,),
@@ -64,7 +63,7 @@ def without_wrapper(name: str) -> str:
 
 
 def _without_wrapper(x: Any) -> Any:
-    """Returns the state with the names of plain modules, where an older version has saved other ones."""
+    """Returns the state with the names of plain modules, if a compiled one has saved it."""
     if isinstance(x, str):
         return without_wrapper(x)
     if isinstance(x, Mapping):
@@ -242,16 +241,12 @@ class _Reader:
             shapes.append(sizes)
         if len(shapes) != len(names):
             self.fail(f"{field} has {len(names)} names and {len(shapes)} shapes")
-        if "way" in g:
-            if not _is_int(g["way"], DENSE, 1 << 31):
-                self.wrong(f"{field}['way']", g["way"], f"a whole number, {DENSE} or greater")
-        elif not isinstance(self.of(g, "dense", f"{field}['way']"), bool):
-            self.wrong(f"{field}['dense']", g["dense"], "True or False")
+        if not _is_int(self.of(g, "way", f"{field}['way']"), DENSE, 1 << 31):
+            self.wrong(f"{field}['way']", g["way"], f"a whole number, {DENSE} or greater")
         out = {**g, "names": names, "shapes": shapes}
         for key, multiple in (("header", STATE_HEADER), ("extra", _core.extra_unit_bytes)):
-            if key == "header" or key in g:
-                where = f"{field}[{key!r}]"
-                out[key] = self.bytes_of(self.of(g, key, where), where, multiple)
+            where = f"{field}[{key!r}]"
+            out[key] = self.bytes_of(self.of(g, key, where), where, multiple)
         return out
 
     def bytes_of(self, t: object, field: str, multiple: int) -> torch.Tensor:
@@ -334,7 +329,7 @@ class _Reader:
         waits = planned or find_memory(s["memory"]).momentum
         for i, g in enumerate(s["layout"]):
             lack = [n for n in g["names"] if n not in s["residuals"]]
-            candidate = g.get("way", DENSE if g.get("dense") else 0)
+            candidate = g["way"]
             partly = len(lack) < len(g["names"]) and not (waits and candidate == DENSE)
             if lack and ((keeps and candidate == 0) or partly):
                 self.fail(f"there is no residuals[{lack[0]!r}], of a parameter of layout[{i}]")

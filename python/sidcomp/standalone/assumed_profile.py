@@ -38,7 +38,6 @@ def assumed_profile(model: Model, step_ms: float, world: int, found: dict[str, A
         "threads": found["threads"],
         "tensors": tensors,
         "forward_ps": min(t["ready_ps"] for t in tensors),
-        "rest_ps": 0,
         "compute_ps": round(step_ms * 1e9),
         "dense_ps": round(step_ms * 1e9),
         "methods": found["methods"],

@@ -114,13 +114,6 @@ class Simulation:
             raise ArgumentError(f"no row over {world!r} ranks: there are {self.worlds}")
         return min(rows, key=lambda r: r.seconds)
 
-    def crossover(self, exchange: str, other: str = DENSE) -> int | None:
-        """The smallest world from which on `other` is faster; None: never within what was simulated."""
-        for world in self.worlds:
-            if self.row(exchange, world).seconds > self.row(other, world).seconds:
-                return world
-        return None
-
     def table(self) -> list[dict[str, Any]]:
         """A dictionary for each world: milliseconds by exchange, and the best."""
         return [

@@ -17,22 +17,22 @@ from sidcomp.doors.backend import checkpoint as backend_checkpoint
 from sidcomp.doors.backend.adam_check import AdamCheck
 from sidcomp.doors.backend.after_backward import AfterBackward
 from sidcomp.doors.backend.agreement import check_same
-from sidcomp.doors.backend.configuration import (
-    REPLICAS,
-    Configuration,
-)
+from sidcomp.doors.backend.configuration import REPLICAS, Configuration
 from sidcomp.doors.backend.ddp_buckets import Holding, Seen, holdings, models_on
 from sidcomp.doors.backend.idle_check import idle_check
 from sidcomp.doors.backend.recognition import Call, Door, Origin, Passes, Program, whose
 from sidcomp.doors.backend.works import Reducing
-from sidcomp.doors.backend.wrapper import Wrapper
+from sidcomp.doors.backend.wrapper import Wrapper, passed_on
+from sidcomp.doors.fsdp import parameter_groups
 from sidcomp.errors import SetupError
 from sidcomp.runtime.announcement import compressed
 from sidcomp.runtime.block import DTYPES
 
 
-class AllReduces(Wrapper):
-    """A process group that compresses its all-reduces of gradients."""
+class ProcessGroup(Wrapper):
+    """The process group of the backend "sidcomp". It compresses all-reduces of gradients, and the inner group
+    does everything else.
+    """
 
     def __init__(
         self, inner: dist.ProcessGroup, inner_config: str, configuration: Configuration, rank: int, size: int
@@ -41,7 +41,6 @@ class AllReduces(Wrapper):
         self.configuration = configuration
         # Whether this group compresses all-reduces; not known before it has its name.
         self._compresses: bool | None = None
-        self._scattered = 0  # the number of the next reduce-scatter
         self._adam = AdamCheck(self, configuration.costs(), self._settings)
         self._settled = False  # all ranks have the same settings
         self._seen: Seen | None = None  # while loaded programs wait for DDP models
@@ -49,6 +48,7 @@ class AllReduces(Wrapper):
         self._former: dict[str, list[Program]] = {"passes": [], "after": []}  # whose calls have yet to come
         self._watch_anew()
         self._task = -1  # autograd's number of the backward pass in progress
+        parameter_groups.watch()
 
     def _watch_anew(self) -> None:
         """Begins to learn which calls backward passes have."""
@@ -75,7 +75,9 @@ class AllReduces(Wrapper):
 
     def _eligible(self, tensors: Any, *arguments: Any, **named: Any) -> Call | None:
         """Returns the call if it may be the all-reduce of a gradient."""
-        if self._passes_by(self._compresses) or not isinstance(tensors, list) or len(tensors) != 1:
+        if self._settled and self._compresses is False:  # and the other ranks know
+            return None
+        if not isinstance(tensors, list) or len(tensors) != 1:
             return None
         x = tensors[0]
         average = self._averages(x, arguments[0] if arguments else named.get("opts", named.get("op")))
@@ -85,7 +87,10 @@ class AllReduces(Wrapper):
         if self._compresses is False:
             return None
         if x.nbytes < self._least_bytes:
-            self._small("all-reduces")
+            idle_check.met(
+                f"all-reduces are smaller than min_bytes={self.configuration.min_bytes}, which you can lower",
+                self,
+            )
             return None
         inside = torch._C._current_graph_task_id() != -1
         idle_check.over = idle_check.over or inside
@@ -118,7 +123,7 @@ class AllReduces(Wrapper):
         if torch._C._current_graph_task_id() != -1:
             known = whose() is not None
             if not known:
-                self._leave(x, self._allowed)
+                self._leave(x)
             return known
         if self._settled and (self._after.over or x.nbytes < self._least_bytes):
             return False
@@ -128,10 +133,6 @@ class AllReduces(Wrapper):
     def _least_bytes(self) -> int:
         return max(1, self.configuration.min_bytes)
 
-    def _passes_by(self, compresses: bool | None) -> bool:
-        """Whether no call of this kind is compressed, and the other ranks know."""
-        return self._settled and compresses is False
-
     def _settle(self, device: torch.device) -> None:
         """Raises RankError on all ranks if they have other settings. Each rank calls it, whatever its own
         are, before the group's first pass that could be compressed."""
@@ -140,15 +141,14 @@ class AllReduces(Wrapper):
             check_same(self.inner, self.size(), lines, device, self.group_desc)
             self._settled = True
 
-    def _leave(self, x: torch.Tensor, allowed: Callable[[], bool]) -> None:
+    def _leave(self, x: torch.Tensor) -> None:
         """Says once that a call of a backward pass passes untouched, if it would else be compressed."""
-        if x.nbytes < self._least_bytes or not allowed():
+        if x.nbytes < self._least_bytes or not self._allowed():
             return
         self._say(
             "exact",
-            "leaves a backward pass's all-reduces and reduce-scatters exact, except those in hooks of "
-            "parameters' gradients and at the end of the pass: others, as those of a differentiable "
-            "all-gather, carry gradients of activations",
+            "leaves a backward pass's all-reduces exact, except those in hooks of parameters' gradients and "
+            "at the end of the pass: others, as those of tensor parallelism, carry gradients of activations",
         )
         idle_check.met(
             "their all-reduces are not known to carry gradients of parameters: issue those in hooks of the "
@@ -156,29 +156,21 @@ class AllReduces(Wrapper):
             self,
         )
 
-    def _small(self, what: str) -> None:
-        least = self.configuration.min_bytes
-        idle_check.met(f"{what} are smaller than min_bytes={least}, which you can lower", self)
-
     def _allowed(self) -> bool:
         """Whether this group averages gradients, by its name."""
         if self._compresses is None:
-            self._compresses = self._named(REPLICAS, "all-reduces")
+            c = self.configuration
+            groups = REPLICAS if c.groups is None else c.groups
+            names = {self.group_desc, self.group_desc.removeprefix("mesh_")}
+            whole = self.group_desc in ("default_pg", "mesh_default") and self.size() == dist.get_world_size()
+            self._compresses = c.codec != "off" and (whole or bool(names.intersection(groups)))
+            if not self._compresses and c.codec != "off":
+                self._say(
+                    "not chosen",
+                    f"passes its all-reduces uncompressed, because {self.group_desc!r} is not among the "
+                    f"groups to compress ({', '.join(groups)}): configure(groups=...) adds it",
+                )
         return self._compresses
-
-    def _named(self, usual: tuple[str, ...], what: str) -> bool:
-        c = self.configuration
-        groups = usual if c.groups is None else c.groups
-        names = {self.group_desc, self.group_desc.removeprefix("mesh_")}
-        whole = self.group_desc in ("default_pg", "mesh_default") and self.size() == dist.get_world_size()
-        chosen = c.codec != "off" and (whole or bool(names.intersection(groups)))
-        if not chosen and c.codec != "off":
-            self._say(
-                f"not chosen: {what}",
-                f"passes its {what} uncompressed, because {self.group_desc!r} is not among the groups to "
-                f"compress ({', '.join(groups)}): configure(groups=...) adds it",
-            )
-        return chosen
 
     def _reduce(self, call: Call, tensor: torch.Tensor) -> dist.Work | None:
         """Compresses the call, or returns None."""
@@ -202,7 +194,7 @@ class AllReduces(Wrapper):
             program.holds = True
             if self._adam.costs is not None and not program.steps:
                 self._adam.look(index == 0)
-            future = engine.ready(program.buckets[index], flat)
+            future = engine.ready(index, flat)
         except Exception as e:
             engine.report(e)
             engine.abandon(e)
@@ -210,7 +202,17 @@ class AllReduces(Wrapper):
             raise
         return Reducing(future, tensor, call.device.type != "cpu")
 
-    # ---- reduce-scatter    # ---- backward passes
+    def _look_at_scatter(self, x: torch.Tensor, what: Any) -> None:
+        """Tells the idle check that a reduce-scatter of gradients passes. what: its options."""
+        if self._averages(x, what) is not None and whose() is not None:
+            idle_check.met(
+                "the model is sharded, so its gradients are reduce-scattered, and the backend compresses "
+                "only all-reduces: use sidcomp.compress for HSDP, or sidcomp.fsdp.compress_reduce_scatter on "
+                "CPUs",
+                self,
+            )
+
+    # ---- backward passes
     # ------------------------------------------------------------------------------------------------
 
     @property
@@ -234,15 +236,10 @@ class AllReduces(Wrapper):
         """A backward pass has ended."""
         self._adam.tidy()
         self._task = -1
-        program = self._passes.end()
+        self._passes.end()
         if self._seen is not None and not any(p.loaded and p.pieces for p in self._passes.programs):
             self._seen.close()
             self._seen = None
-        if program is not None:
-            self._came(program)
-
-    def _came(self, program: Program) -> None:
-        """A backward pass had these calls. A subclass may say so."""
 
     def _learn(self, program: Program) -> None:
         """Makes what compresses a program."""
@@ -252,7 +249,7 @@ class AllReduces(Wrapper):
                 o is None or o.one_of(ddp.parameters()) for o in program.origins
             ):
                 program.pieces = [h.pieces for h in held]
-        self._scattered = program.learn(self.configuration, self, self._scattered)
+        program.learn(self.configuration, self)
 
     def _large(self, held: list[Holding]) -> list[Holding]:
         """Of a DDP model's buckets those whose all-reduces may be compressed."""
@@ -304,7 +301,6 @@ class AllReduces(Wrapper):
         self._passes.programs, self._after.programs = passes, after
         steps = [p.state._engine.step for p in (*passes, *after) if p.state is not None]
         self._loaded = f"{len(passes)} + {len(after)} lists of calls, at steps {steps}"
-        self._scattered = max((p.number + len(p.scatters) for p in passes), default=0)
         if self._seen is None and any(p.pieces for p in passes):
             self._seen = Seen(self)
 
@@ -341,13 +337,31 @@ class AllReduces(Wrapper):
         assert program.state is not None
         groups = program.state._engine.groups
         sent = sum(g.bytes_sent for g in groups)
-        calls = [program.calls[i] for i in program.buckets]
-        dense = sum(c.numel * c.dtype.itemsize for c in calls)
+        dense = sum(c.numel * c.dtype.itemsize for c in program.calls)
         codec = next((g.plan.codec for g in groups if compressed(g)), groups[0].plan.codec)
         where = "of" if program in self._passes.programs else "after"
         notices.say(
-            f"process group {self.group_desc!r} compresses {len(calls)} all-reduces {where} each backward "
-            f"pass ({dense / 1e6:.1f} MB) with {codec}: {sent / 1e6:.2f} MB, "
+            f"process group {self.group_desc!r} compresses {len(program.calls)} all-reduces {where} each "
+            f"backward pass ({dense / 1e6:.1f} MB) with {codec}: {sent / 1e6:.2f} MB, "
             f"1/{dense / sent:.0f} of it. All else passes untouched to {self.inner_config}.",
             self.rank(),
         )
+
+
+def _looked_at(name: str) -> Callable[..., Any]:
+    passing = passed_on(name)
+
+    def call(self: ProcessGroup, *arguments: Any, **named: Any) -> Any:
+        if len(arguments) > 1 and torch._C._current_graph_task_id() != -1:
+            options = arguments[2] if len(arguments) > 2 else named.get("opts", named.get("op"))
+            self._look_at_scatter(arguments[1], options)
+        return passing(self, *arguments, **named)
+
+    call.__name__ = name
+    call.__doc__ = passing.__doc__
+    return call
+
+
+for _name in ("_reduce_scatter_base", "reduce_scatter_single"):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(ProcessGroup, _name, _looked_at(_name))

@@ -31,11 +31,9 @@ def _save_passes(programs: list[Program]) -> list[dict[str, Any]]:
     known = sorted((p for p in programs if p.known), key=lambda p: p.turn)
     return [
         {
-            "calls": [[c.numel, DTYPES[c.dtype], c.device.type, c.average, c.scatters] for c in p.calls],
+            "calls": [[c.numel, DTYPES[c.dtype], c.device.type, c.average] for c in p.calls],
             "pieces": None if p.pieces is None else [[list(x) for x in pieces] for pieces in p.pieces],
-            "number": p.number,
             "state": None if p.state is None else p.state.state_dict(),
-            "scatters": [one.state_dict() for one in p.scatters.values()],
         }
         for p in known
     ]
@@ -74,13 +72,13 @@ def _check(state: Any) -> None:
     try:
         fine = state["format"] == FORMAT and all(isinstance(state[n], int) for n in ("rank", "world"))
         for program in (*state["passes"], *state["after"]):
-            for numel, dtype, device, average, scatters in program["calls"]:
+            for numel, dtype, device, average in program["calls"]:
                 fine = fine and isinstance(numel, int) and numel > 0 and dtype in _NAMED
-                fine = fine and device in ("cpu", "cuda") and {type(average), type(scatters)} == {bool}
+                fine = fine and device in ("cpu", "cuda") and type(average) is bool
             for pieces in program["pieces"] or ():
                 for name, numel in pieces:
                     fine = fine and isinstance(name, str) and isinstance(numel, int) and numel > 0
-            fine = fine and bool(program["calls"]) and isinstance(program["number"], int)
+            fine = fine and bool(program["calls"])
             fine = fine and _fits_together(program)
     except (KeyError, TypeError, ValueError) as e:
         raise CheckpointError(
@@ -94,12 +92,9 @@ def _check(state: Any) -> None:
 
 def _fits_together(program: dict[str, Any]) -> bool:
     """Whether each of its calls has what compresses it."""
-    reduced = [numel for numel, *_, scatters in program["calls"] if not scatters]
     pieces = program["pieces"]
-    return (
-        len(program["scatters"]) == len(program["calls"]) - len(reduced)
-        and (program["state"] is not None) == bool(reduced)
-        and (pieces is None or [sum(n for _, n in x) for x in pieces] == reduced)
+    return program["state"] is not None and (
+        pieces is None or [sum(n for _, n in x) for x in pieces] == [numel for numel, *_ in program["calls"]]
     )
 
 
@@ -114,28 +109,16 @@ def _together(states: list[dict[str, Any]], part: str) -> Any:
 def _program(group: Any, saved: list[dict[str, Any]], redistribute: str) -> Program:
     first = saved[0]
     calls = [
-        Call(numel, _NAMED[dtype], _here(device), average, scatters)
-        for numel, dtype, device, average, scatters in first["calls"]
+        Call(numel, _NAMED[dtype], _here(device), average) for numel, dtype, device, average in first["calls"]
     ]
-    if any(c.scatters for c in calls):
-        if group.configuration.reduce_scatter is None:
-            raise CheckpointError("this state was saved with reduce_scatter=: give it again")
-        if len(saved) > 1:
-            raise CheckpointError(
-                "residuals of reduce-scatters belong to shards, and another number of ranks has other ones: "
-                "leave the state out, or start as many ranks as before"
-            )
     program = Program(calls, [], [None] * len(calls), 0)
     program.loaded = True
     if first["pieces"] is not None:
         program.pieces = [tuple((name, n) for name, n in pieces) for pieces in first["pieces"]]
-    program.learn(group.configuration, group, first["number"])
+    program.learn(group.configuration, group)
     if program.state is not None:
         states = [p["state"] for p in saved]
         program.state.load_state_dict(states if len(states) > 1 else states[0], redistribute=redistribute)
-    for (i, one), kept in zip(program.scatters.items(), first["scatters"], strict=True):
-        one._allocate(calls[i].numel // group.size(), calls[i].dtype, group.size())
-        one.load_state_dict(kept)
     return program
 
 

@@ -12,10 +12,6 @@ group of data-parallel replicas. The backend recognizes them by the order in whi
 backward passes. When it has seen the same calls in two of them, it compresses these calls from the next one
 on, each with a residual of its own. A pass that differs is sent uncompressed from the first call that
 differs, and a line says so.
-
-With reduce_scatter= the same holds for reduce-scatters, such as those of FSDP2. With all_gather= FSDP2's
-gathers of parameters for forward and backward passes are rounded; FSDP2 itself tells which gathers these are
-(parameter_groups.py).
 """
 
 from collections.abc import Callable
@@ -25,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from sidcomp.doors.backend.all_reduce import ProcessGroup
 from sidcomp.doors.backend.configuration import BACKEND, Configuration, configuration_of, configure, current
 from sidcomp.doors.backend.idle_check import idle_check
 from sidcomp.doors.backend.reconfigurable import ChangingGroup
-from sidcomp.doors.backend.sharded import ProcessGroup
-from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
+from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.runtime.members import known
 
 __all__ = ["BACKEND", "ProcessGroup", "configure", "process_group"]
@@ -71,8 +67,6 @@ def process_group(
     codec: str | None = None,
     *,
     min_bytes: int = 64 * 2**10,
-    reduce_scatter: str | None = None,
-    all_gather: str | None = None,
     outside: bool = False,
     place: Callable[[], tuple[int, int, Store]] | None = None,
     **arguments: Any,
@@ -99,7 +93,7 @@ def process_group(
     global _given
     if not isinstance(inner, dist.ProcessGroup):
         raise ArgumentError(f"inner={inner!r}: give a process group of which this rank is a member")
-    configuration = configuration_of(codec, (), min_bytes, arguments, reduce_scatter, all_gather, outside)
+    configuration = configuration_of(codec, (), min_bytes, arguments, outside)
     if not known(inner):
         return _changing(inner, configuration, place)
     if place is not None:
@@ -115,7 +109,7 @@ def process_group(
     finally:
         _given = None
     assert isinstance(made, ProcessGroup)
-    made._compresses = made._compresses_shards = configuration.codec != "off"
+    made._compresses = configuration.codec != "off"
     return made
 
 
@@ -126,12 +120,6 @@ def _changing(
         raise SetupError(
             f"{type(inner).__name__} hands its calls to a Manager, which would not learn of errors: give the "
             "Manager the group that compresses, Manager(pg=sidcomp.backend.process_group(...), ...)"
-        )
-    if configuration.reduce_scatter or configuration.all_gather:
-        raise UnsupportedError(
-            "reduce_scatter= and all_gather= are for models that are sharded over ranks that stay, and "
-            f"torch.distributed does not know {type(inner).__name__}, whose members may change: leave them "
-            "out"
         )
     return ChangingGroup(inner, configuration, place)
 

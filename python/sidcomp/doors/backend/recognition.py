@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sidcomp.doors.backend.configuration import Configuration
 from sidcomp.doors.backend.ddp_buckets import Holding
 from sidcomp.doors.fsdp import parameter_groups
-from sidcomp.doors.fsdp.reduce_scatter import ReduceScatter
 from sidcomp.errors import SetupError
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import UNFINISHED, Engine, Model
@@ -78,17 +77,15 @@ def _same(old: Origin | None, new: Origin | None) -> bool:
 
 
 class Call(NamedTuple):
-    """What an all-reduce or reduce-scatter of one place in the program has in common from step to step."""
+    """What an all-reduce of one place in the program has in common from step to step."""
 
     numel: int
     dtype: torch.dtype
     device: torch.device
     average: bool
-    scatters: bool = False
 
     def __str__(self) -> str:
-        what = f"{'an average' if self.average else 'a sum'} of {self.numel} x {str(self.dtype)[6:]}"
-        return f"a reduce-scatter, {what}" if self.scatters else what
+        return f"{'an average' if self.average else 'a sum'} of {self.numel} x {str(self.dtype)[6:]}"
 
 
 class Place(NamedTuple):
@@ -119,8 +116,8 @@ class Likeness(IntEnum):
 
 
 class Program:
-    """The all-reduces and reduce-scatters of one kind of backward pass, in order, and what compresses them: a
-    State the all-reduces, and an object each the reduce-scatters. known: it compresses.
+    """The all-reduces of one kind of backward pass, in order, and the State that compresses them. known: it
+    compresses.
 
     fixed: its tensors stay where they are, as DDP's buckets do, and so tell its passes from those of other
     models. All ranks agree on it. Otherwise order, size and origins do.
@@ -132,7 +129,6 @@ class Program:
         self.calls, self.places, self.origins = calls, places, origins
         self.last = last  # the number of the last pass that had these calls, until they have a State
         self.turn = 0  # when it has come last, among all
-        self.number = 0  # of its first reduce-scatter
         # It is from a checkpoint, and has not come: nothing is known of it but its calls.
         self.loaded = False
         # The parameters whose gradients DDP's buckets have, by name, and how many elements; None: not known.
@@ -142,40 +138,24 @@ class Program:
         self._stays = False  # and the pass before it had them, too
         self.fixed = self.known = False
         self.state: State | None = None
-        self.buckets: dict[int, int] = {}  # of the calls that are all-reduces
-        self.scatters: dict[int, ReduceScatter] = {}  # by the number of the call
         self.steps = 0
         self.holds = False  # the engine still holds the tensors of the last pass
         # Of calls after a backward pass:
         self.followed = False  # by another backward pass, not by a step
         self.witness: Any = None  # tells whether its model has had a backward pass
 
-    def learn(self, configuration: Configuration, group: dist.ProcessGroup, number: int) -> int:
-        """Makes what compresses it. number: for the next reduce-scatter. Returns the one after."""
-        self.known, self.number = True, number
-        for i, call in enumerate(self.calls):
-            if call.scatters:
-                assert configuration.reduce_scatter is not None
-                self.scatters[i] = configuration.reduce_scatter.scatter(number)
-                number += 1
-            else:
-                self.buckets[i] = len(self.buckets)
-        if self.buckets:
-            self.state = configuration.state(group)
-            self.state._attach(Door(group, self, self.state._engine), {})
-        return number
+    def learn(self, configuration: Configuration, group: dist.ProcessGroup) -> None:
+        """Makes what compresses it."""
+        self.known = True
+        self.state = configuration.state(group)
+        self.state._attach(Door(group, self, self.state._engine), {})
 
     def inherit(self, former: "Program") -> None:
         """Continues with what has compressed these calls before."""
         self.known, self.holds, self.pieces = True, former.holds, former.pieces
-        self.state, self.buckets = former.state, former.buckets
+        self.state = former.state
         assert self.state is not None and isinstance(self.state._door, Door)
         self.state._door.program = self
-
-    @property
-    def word(self) -> str:
-        """What its calls are called together."""
-        return "calls" if self.scatters else "all-reduces"
 
     def take(self, held: Sequence[Holding]) -> bool:
         """Takes the present buckets of a DDP model, if they hold the parameters that it is loaded for."""
@@ -185,7 +165,6 @@ class Program:
         if self._taken != held:
             self.pieces = [h.pieces for h in held]
             self.calls = [Call(h.numel, h.dtype, h.device, False) for h in held]
-            self.buckets = {i: i for i in range(len(held))}
             self.origins = [None] * len(held)
             self.formed = False
         self._stays, self._taken = self._taken == held, held
@@ -263,8 +242,8 @@ class Door:
         """Its all-reduces, and what each is called in parts."""
         calls, pieces = self.program.calls, self.program.pieces
         if pieces is not None:
-            return [(calls[i], pieces[k]) for i, k in self.program.buckets.items()]
-        return [(calls[i], ((f"call{i}:{calls[i].numel}", calls[i].numel),)) for i in self.program.buckets]
+            return list(zip(calls, pieces, strict=True))
+        return [(call, ((f"call{i}:{call.numel}", call.numel),)) for i, call in enumerate(calls)]
 
     @property
     def model(self) -> Model:
@@ -395,7 +374,7 @@ class Passes:
         """A pass has ended. Returns the program that has compressed all of it."""
         program, stopped = self._active, self._stopped
         if program is not None and self.begun < len(program.calls):
-            self._stop(f"it had {self.begun} {program.word}, and earlier passes had {len(program.calls)}")
+            self._stop(f"it had {self.begun} all-reduces, and earlier passes had {len(program.calls)}")
             program = None
         elif program is not None:
             program.came(self._places, self._origins)

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidcomp.doors.backend.all_reduce import ProcessGroup
 from sidcomp.doors.backend.configuration import Configuration
 from sidcomp.doors.backend.recognition import Program
-from sidcomp.doors.backend.sharded import ProcessGroup
 from sidcomp.errors import SetupError
 from sidcomp.runtime.members import Members, checked, members_of
 
@@ -30,7 +30,6 @@ class ChangingGroup(ProcessGroup):
         self._now: Members | None = None  # those whose calls are learnt
         super().__init__(inner, type(inner).__name__, configuration, 0, 1)
         self._compresses = configuration.codec != "off"
-        self._compresses_shards = False
         self._set_group_desc(type(inner).__name__)
 
     def members(self) -> Members:

@@ -1,7 +1,6 @@
-"""The Works of compressed collectives: what the caller of an all-reduce or a reduce-scatter waits for."""
+"""The Work of a compressed all-reduce: its caller waits for it."""
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -62,71 +61,3 @@ class Reducing(dist._Work):  # type: ignore[misc,name-defined]
             return [tensor]
 
         return self._future.then(value)
-
-
-class Decoding(dist._Work):  # type: ignore[misc,name-defined]
-    """The Work of a compressed reduce-scatter or all-gather on the CPU: whoever waits for it decodes."""
-
-    def __init__(self, exchange: dist.Work, decode: Callable[[], None], result: torch.Tensor) -> None:
-        super().__init__()
-        self._exchange, self._result = exchange, result
-        self._decode: Callable[[], None] | None = decode
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-
-    def _end(self) -> None:
-        with self._lock:
-            if self._decode is not None:
-                decode, self._decode = self._decode, None
-                try:
-                    decode()
-                except Exception as e:
-                    self._error = e
-            if self._error is not None:
-                raise self._error
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if timeout > timedelta(0):
-            self._exchange.wait(timeout)
-        else:
-            self._exchange.wait()
-        self._end()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._decode is None or self._exchange.is_completed()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> Any:
-        if self.is_completed():
-            try:
-                self.wait()
-            except Exception as e:
-                return e
-        return None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return [self._result]
-
-    def source_rank(self) -> int:
-        raise RuntimeError("source_rank() is for receives")
-
-    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
-        def value(future: "torch.futures.Future[Any]") -> list[torch.Tensor]:
-            future.value()  # raises its error
-            self._end()
-            return [self._result]
-
-        try:
-            exchanged = self._exchange.get_future()
-        except RuntimeError:  # Gloo's all-to-all has none
-            self.wait()
-            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-            done.set_result([self._result])
-            return done
-        return exchanged.then(value)

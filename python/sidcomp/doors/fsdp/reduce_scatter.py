@@ -74,9 +74,9 @@ class ReduceScatter:
         parameters: dict[str, Setting],
         seed: int,
         number: int,
-        passes: Passes | None = None,
+        passes: Passes,
     ) -> None:
-        """passes: of its model; None: whoever calls `encode` and `decode` tells the other ranks."""
+        """passes: of its model."""
         self._passes = passes
         self._codec, self._memory, self._parameters = resolve(codec, memory, parameters)
         if self._codec.linear and self._codec.reductions:
@@ -121,7 +121,6 @@ class ReduceScatter:
                 "sidcomp.fsdp.compress, which compresses the average over replicas"
             )
         received, sent = self.encode(input_tensor, output_tensor.numel(), group.rank(), group.size())
-        assert self._passes is not None
         self._passes.take(self, group)
         with exchanging(self._label):
             dist.all_to_all_single(received, sent, group=group)

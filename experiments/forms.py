@@ -1,4 +1,11 @@
-"""What the forms of a sparse body cost and bring: `topk`, every `values` with every `indices`.
+"""Which form of a sparse payload brings the most gradient for its bytes?
+
+Answer (24 November 2026): at a fortieth of the dense bytes, values of 4 bits with u16 or packed indices send the
+largest share of the squared gradient in a step: 0.49 for `digits` and 0.53 for `lm` with u16 indices. With float32
+values and u16 indices these are 0.27 and 0.26. This is why State() sends 4-bit values with packed indices.
+
+Run it from the repository's root: PYTHONPATH=python python -m experiments.forms;
+--save writes forms.json beside this file.
 
 For each form the density that makes a payload a fortieth of the dense bytes, and there
 
@@ -9,6 +16,7 @@ For each form the density that makes a payload a fortieth of the dense bytes, an
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +24,10 @@ import torch
 from sidcomp import _core
 
 from benchmarks.bench_codec import POOL, WARMUP, Ours, block
-from benchmarks.common import RESULTS, race, report
+from benchmarks.common import race, report
 from benchmarks.papers.sidco_ratio import Array, recorded
+
+HERE = Path(__file__).parent
 
 SHARE = 40
 VALUES = "f32", "f16", "log8", "log4", "log2"
@@ -85,7 +95,7 @@ def run(n: int, repeats: int, steps: int) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_forms",
+        prog="python -m experiments.forms",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -94,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--repeats", type=int, default=25, help="timed runs of each (default 25)")
     parser.add_argument("--steps", type=int, default=60, help="of training that are recorded (default 60)")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/forms.{md,json}")
+    parser.add_argument("--save", action="store_true", help="write the results beside this file")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = run(args.n, args.repeats, args.steps)
@@ -104,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         f"ranks. energy sent: share of |acc|^2 in a step, mean of the later half of {args.steps} recorded "
         "steps of the examples."
     )
-    report("forms", "Forms of a sparse body", rows, note, RESULTS if args.save else None)
+    report("forms", "Forms of a sparse body", rows, note, HERE if args.save else None)
 
 
 if __name__ == "__main__":

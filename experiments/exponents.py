@@ -1,7 +1,10 @@
-"""What share of their bytes recorded gradients need without loss, and whether `lossless` has room for it.
+"""How many bytes do recorded gradients need without loss, and is `lossless` close to that?
 
-    python -m benchmarks.bench_exponents --save               # writes benchmarks/results/codec-lossless.*
-    python -m benchmarks.bench_exponents --recorded FOLDER    # only looks at the files TASK_STEP.npy there
+Answer (26 November 2026): an entropy code of the exponents would send 83 to 85 % of float32's bytes; `lossless`
+sends 89 %. For bfloat16 it would send 65 to 70 %, and `lossless` sends 78 %.
+
+Run it from the repository's root: PYTHONPATH=python python -m experiments.exponents;
+--save writes exponents.json beside this file; --recorded FOLDER reads the files TASK_STEP.npy there.
 
 A gradient is one group, as with groups="model". Four entropies in bits an element. entropy: of the
 exponents, which no code of single exponents of the whole group goes below. below: of what `lossless` has in
@@ -23,8 +26,10 @@ import numpy as np
 import sidcomp
 import torch
 
-from benchmarks.common import RESULTS, report
+from benchmarks.common import report
 from benchmarks.papers.recorded import Array, recorded
+
+HERE = Path(__file__).parent
 
 TASKS = ("lm", "gpt", "cnn")
 STEPS = (2, 10, 40, 100)
@@ -109,23 +114,23 @@ def run(folder: Path | None) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_exponents",
+        prog="python -m experiments.exponents",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/codec-lossless.*")
+    parser.add_argument("--save", action="store_true", help="write the results beside this file")
     parser.add_argument("--recorded", type=Path, help="a folder of gradients, float32; default: train")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     report(
-        "codec-lossless",
+        "exponents",
         "What recorded gradients need",
         run(args.recorded),
         "Entropies in bits an element: of the exponents, of how far each is below the largest of 128, of "
         "the same with a table for each largest one, and of exponents where the mean of the 16 before is "
         "known. coded: bytes with the third of these. needed, sent: with room for the exceptions that "
         "there are, and for as many as the default has; left: elements without room.",
-        RESULTS if args.save else None,
+        HERE if args.save else None,
     )
 
 

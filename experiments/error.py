@@ -1,6 +1,10 @@
-"""The error of one averaged gradient under every codec, beside the mean of the ranks' gradients in float64.
+"""How large is the error of one averaged gradient under each codec, without a memory?
 
-    python -m benchmarks.bench_error --save         # writes benchmarks/results/error-lm.*
+Answer (26 November 2026): on the GRU language model with 2 ranks 0.03 % with fp16, 0.5 % with int8, 10 % with int4,
+32 % with int2, 28 % with powersgd, and 54 % with topk, whose remainder waits for the next step.
+
+Run it from the repository's root: PYTHONPATH=python python -m experiments.error;
+--save writes error.json beside this file.
 
 The gradients of 2 and of 4 ranks are recorded from the GRU language model's training. Each codec encodes
 them once, with its default parameters and without a memory, so that nothing is added later; what a codec
@@ -11,6 +15,7 @@ A codec that needs the tensors' shapes (PowerSGD) gets those of the model; its f
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +23,10 @@ import sidcomp
 import torch
 from sidcomp.simulation import Loopback
 
-from benchmarks.common import RESULTS, report
+from benchmarks.common import report
 from benchmarks.papers.recorded import Array, recorded, shapes
+
+HERE = Path(__file__).parent
 
 STEP = 10
 
@@ -83,21 +90,21 @@ def run(task: str, only: list[str]) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_error",
+        prog="python -m experiments.error",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--task", default="lm", help="a task of examples/tasks.py")
     parser.add_argument("--only", nargs="+", default=[], help="codecs (default: all)")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/error-TASK.*")
+    parser.add_argument("--save", action="store_true", help="write the results beside this file")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     report(
-        f"error-{args.task}",
+        "error",
         "Error of one averaged gradient",
         run(args.task, args.only),
         f"Of the {args.task} task's gradients at step {STEP}, beside their mean in float64; no memory.",
-        RESULTS if args.save else None,
+        HERE if args.save else None,
     )
 
 

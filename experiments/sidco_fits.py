@@ -1,4 +1,12 @@
-"""SIDCo's figures 2, 7 and 8: do gradients follow the three distributions that it fits, and a power law?
+"""How well do SIDCo's three distributions fit gradients (figures 2, 7 and 8)?
+
+Answer (25 November 2026): the gamma distribution is the closest of the three in each case, but a single stage of it
+lets 0 to 12 times as many elements pass as were asked for at 0.1 %: the tail needs the stages. The exponent of the
+power law is 0.36 to 0.79 without error feedback and falls to 0.07 with it.
+
+Run it from the repository's root: PYTHONPATH=python python -m experiments.sidco_fits;
+--save writes sidco_fits.json and a picture beside this file, and benchmarks/results/papers-sidco-law.json,
+which the table of claims reads.
 
 One process trains with top-k at 0.1 %, without a memory (figure 2) and with error feedback (figure 8). At an
 early and at a late step the vector that the codec sees is fitted as in the paper: an exponential (equation
@@ -31,7 +39,8 @@ from scipy import stats
 from benchmarks.common import RESULTS, report
 from benchmarks.papers.sidco_ratio import Array, train
 
-IMAGES = RESULTS.parents[1] / "docs" / "images"
+HERE = Path(__file__).parent
+
 DENSITIES = (0.1, 0.01, 0.001)
 TASKS = ("resnet50", "lm")
 EARLY, LATE = 10, 120  # steps
@@ -142,16 +151,16 @@ def plot(found: dict[tuple[str, str, int], Array], out: Path) -> None:
     fig.supylabel("magnitude")
     fig.suptitle("SIDCo, figures 2, 7 and 8 in small")
     out.mkdir(parents=True, exist_ok=True)
-    fig.savefig(out / "papers-sidco-fits.png", dpi=80)
+    fig.savefig(out / "sidco_fits.png", dpi=80)
     plt.close(fig)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers.sidco_fits", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m experiments.sidco_fits", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add: Callable[..., Any] = parser.add_argument
     add("--steps", default=f"{EARLY},{LATE}", help="with a comma (default %(default)s)")
-    add("--save", action="store_true", help="write benchmarks/results/papers-sidco-{fits,law} and a picture")
+    add("--save", action="store_true", help="write the results beside this file")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     fits, laws, found = [], [], {}
@@ -161,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
             fits += some
             laws.append(law)
             found[task, memory, step] = vector
-    out = RESULTS if args.save else None
+    out = HERE if args.save else None
     closest = [min(fits[i : i + 3], key=lambda r: r["distance"])["fit"] for i in range(0, len(fits), 3)]
     counts = ", ".join(f"{kind} {closest.count(kind)}" for kind in FITS)
     note = (
@@ -169,15 +178,21 @@ def main(argv: list[str] | None = None) -> None:
         "the distribution functions. passes: elements above a single stage's threshold over those asked for. "
         f"Closest to the empirical distribution of {len(closest)}: {counts}."
     )
-    report("papers-sidco-fits", "The fits of SIDCo (figures 2 and 8)", fits, note, out)
+    report("sidco_fits", "The fits of SIDCo (figures 2 and 8)", fits, note, out)
     power = [row["p"] for row in laws]
     note = (
         f"p: exponent of the power law of equation 1; {min(power):.2f} to {max(power):.2f} here, more than "
         "0.7 in the paper. zeros: share of the elements. error: what top-k leaves (equation 2)."
     )
-    report("papers-sidco-law", "Compressibility of gradients (SIDCo, figure 7)", laws, note, out)
+    report(
+        "papers-sidco-law",
+        "Compressibility of gradients (SIDCo, figure 7)",
+        laws,
+        note,
+        RESULTS if args.save else None,
+    )
     if args.save:
-        plot(found, IMAGES)
+        plot(found, HERE)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
-"""Marsit's one-bit ring on the loopback, part by part, beside the encode alone.
+"""What does merging the signs of Marsit's one-bit ring cost beside the encode?
 
-    python -m benchmarks.bench_merge --save
+Answer (23 November 2026): with 8 ranks and 4 million elements, encode and all seven merges together take 1.4 times
+as long as encode alone. Decode takes 4.3 ms, most of it to subtract the update from the compensation.
+
+Run it from the repository's root: PYTHONPATH=python python -m experiments.merge;
+--save writes merge.json beside this file.
 
 All ranks' work by one thread, over their number: ms a rank. The baseline keeps a byte for each sign and draws
 a float for each, as a hook in tensor operations does. Limit: reading two bit vectors and writing one at the
@@ -10,6 +14,7 @@ bandwidth of a copy of as many bytes.
 import argparse
 import ctypes
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,7 +22,9 @@ import numpy as np
 from sidcomp import _core
 from sidcomp.standalone.compressor import _Block
 
-from benchmarks.common import RESULTS, race, report
+from benchmarks.common import race, report
+
+HERE = Path(__file__).parent
 
 
 class Ring:
@@ -67,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("-n", type=int, default=1 << 22)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 4, 7, 8])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--save", action="store_true", help="write the results beside this file")
     args = parser.parse_args(argv)
     rows = []
     for world in args.world:
@@ -100,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             }
         )
     note = f"{args.n:,} elements, medians of {args.repeats}. Goal: with 8 ranks at most 2 times the encode."
-    report("merge", "Marsit's ring on the loopback", rows, note, RESULTS if args.save else None)
+    report("merge", "Marsit's ring on the loopback", rows, note, HERE if args.save else None)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,10 @@
-"""How far what a codec sends is from what it was given, beside what its theory says.
+"""Does each codec lose what its theory says?
+
+Answer (23 November 2026): all 92 rows hold. Exact constants are met within four standard errors of 20 seeds, bounds
+are kept, and codecs that are called unbiased show no bias.
+
+Run it from the repository's root: PYTHONPATH=python python -m experiments.contraction;
+--save writes contraction.json beside this file.
 
     lost     |C(x) - x|^2 / |x|^2 of one step without a memory: the mean of some seeds, [least, most].
              Below 1 a codec is a contraction, which error feedback needs; the variance of an unbiased one
@@ -14,14 +20,17 @@ Nothing here depends on the machine. Ends with an error where theory does not ho
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import sidcomp
 from sidcomp import _core
 
-from benchmarks.common import RESULTS, report
+from benchmarks.common import report
 from benchmarks.papers.sidco_ratio import SYNTHETIC, Array, drawn
+
+HERE = Path(__file__).parent
 
 Theory = Callable[[Array, dict[str, Any], int], tuple[str, str, float]]  # relation, formula, value
 BLOCK = 256
@@ -131,11 +140,11 @@ def measured(codec: str, settings: dict[str, Any], x: Array, seeds: int) -> tupl
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers.contraction", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m experiments.contraction", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--n", type=int, default=2**17, help="elements (default 131072)")
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/papers-contraction")
+    parser.add_argument("--save", action="store_true", help="write the results beside this file")
     args = parser.parse_args(argv)
     unbiased = {c["name"] for c in _core.codecs() if "unbiased" in c["traits"]}
     rows = []
@@ -168,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
         f"bias: {args.seeds} times what the seeds' mean loses, over that: 1 is none."
     )
     wrong = sum(row["holds"] == "no" for row in rows)
-    report("papers-contraction", "Contraction and variance", rows, note, RESULTS if args.save else None)
+    report("contraction", "Contraction and variance", rows, note, HERE if args.save else None)
     if wrong:
         raise SystemExit(f"{wrong} of {len(rows)} rows do not hold")
 

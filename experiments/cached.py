@@ -1,6 +1,11 @@
-"""What the codecs compute for an element, without memory traffic: vectors that stay in a core's caches.
+"""How long does a codec compute for an element when no memory is waited for?
 
-    python -m benchmarks.bench_cached --save
+Answer (26 November 2026): most codecs compute for longer than `R += G` does, also in the cache: topk at 1 % takes
+0.21 ns to encode an element and the default of State() 0.40, where `R += G` takes 0.08. With 25.6 million elements
+they take 0.31 and 0.45 ns, and `R += G` 0.27.
+
+Run it from the repository's root: PYTHONPATH=python python -m experiments.cached;
+--save writes cached.json beside this file.
 
 Encode with a residual and decode of 8 ranks at two sizes that fit in the second-level cache, in turn. The
 difference over that of the sizes is what an element takes; the rest is what a call takes. Beside it: `R += G`
@@ -10,6 +15,7 @@ instructions of bench_instructions.py the processor executes in a nanosecond. On
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +24,9 @@ from sidcomp import _core
 
 from benchmarks import bench_codec
 from benchmarks.bench_instructions import all_rows, kept, title
-from benchmarks.common import RESULTS, Timing, race, report
+from benchmarks.common import Timing, race, report
+
+HERE = Path(__file__).parent
 
 SIZES = (16_384, 65_536)  # elements: gradients, acc and payloads of the larger one take less than 1 MB
 LARGE = 25_600_000
@@ -75,13 +83,13 @@ def row(codec: str, settings: dict[str, Any], repeats: int, large: list[np.ndarr
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_cached",
+        prog="python -m experiments.cached",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--repeats", type=int, default=401, help="timed runs of each (default 401)")
     parser.add_argument("--only", nargs="+", default=[""], help="codecs whose names hold one of these")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/codec-cached.*")
+    parser.add_argument("--save", action="store_true", help="write the results beside this file")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     large = bench_codec.gradients_of("laplace", LARGE)
@@ -91,14 +99,14 @@ def main(argv: list[str] | None = None) -> None:
         if any(part in codec for part in args.only)
     ]
     report(
-        "codec-cached",
+        "cached",
         "What codecs compute for an element",
         rows,
         f"Nanoseconds of an element, one thread, float32, Laplace gradients, a filled residual. Cached: the "
         f"difference between {SIZES[1]:,} and {SIZES[0]:,} elements (the fastest of {args.repeats} runs of "
         f"each). The others: the fastest of 9. Decode: of {bench_codec.RANKS} ranks, or of one sum where "
         "payloads are summed on the way. Instructions: those of instructions.md.",
-        RESULTS if args.save else None,
+        HERE if args.save else None,
     )
 
 
