@@ -14,10 +14,11 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from local_training import alike, backward, flat, network
 from sidcomp import _core
 from sidcomp.local import steps
 from sidcomp.runtime import communicator
-from test_compress import alike, backward, flat, network, sgd
+from test_compress import sgd
 from torch import nn
 
 TRAITS = {c.name: set(c.traits) for c in sidcomp.codecs()}

@@ -15,7 +15,8 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
-from test_compress import adamw, alike, backward, flat, network, sgd, train
+from local_training import alike, backward, flat, network
+from test_compress import adamw, sgd, train
 from torch.nn.parallel import DistributedDataParallel
 
 SGD_OUTSIDE = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
