@@ -334,7 +334,7 @@ class Training:
 
     @property
     def executor(self) -> Any:
-        return self.state._engine.executor
+        return self.state.engine.executor
 
     def loss(self) -> Any:
         x = self.inputs[self.done]

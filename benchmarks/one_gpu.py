@@ -128,7 +128,7 @@ def train(rank: int, codec: str, transport: str, emulated: bool, steps: int) -> 
         if step == warm:
             from sidcomp.runtime.cuda_executor import CudaExecutor
 
-            executor = state._engine.executor
+            executor = state.engine.executor
             assert isinstance(executor, CudaExecutor)
             launch = executor._launch
 

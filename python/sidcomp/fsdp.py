@@ -86,14 +86,14 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
         )
     for unit in units:
         unit.check(group, given=replicas is not None)
-    if state._door is not None and state._door.open:
+    if state.door is not None and state.door.open:
         raise SetupError("this State serves a model already: give every model a State of its own")
     former = {id(unit.owner): unit.owner for unit in units if unit.owner is not None}.values()
     for owner in former:
         owner.check_successor(units)
     door = Door(module, units, group, state)
-    state._attach(door, roles(module))
-    state._engine.connect(door.model, units[0].device, "sidcomp.fsdp.compress()")
+    state.attach(door, roles(module))
+    state.engine.connect(door.model, units[0].device, "sidcomp.fsdp.compress()")
     for owner in former:
         owner.retire()
     for index, unit in enumerate(units):

@@ -29,8 +29,8 @@ class OptimizerFit:
     """The part of a State that knows optimizers."""
 
     settings: Settings
-    _engine: Engine
-    _door: Door | None
+    engine: Engine
+    door: Door | None
     _ending: Ending
     _codec: tuple[str | None, dict[str, Any]]
     _arguments: dict[str, Any]
@@ -44,7 +44,7 @@ class OptimizerFit:
         """See `State.follow`."""
         if optimizer is None and scaler is not None:
             raise ArgumentError("follow(None, scaler): give the optimizer whose steps the scaler may skip")
-        p = self._engine
+        p = self.engine
         if optimizer is None:
             p.follow(None, None)
             self._watch_forward()
@@ -64,7 +64,7 @@ class OptimizerFit:
     def _suit(self, optimizers: "Sequence[torch.optim.Optimizer]") -> None:
         """Chooses the default codec, or the candidates of "auto", by the optimizers. Once groups have been
         made it is too late; then the check of the optimizer says what does not fit."""
-        p, old = self._engine, self.settings
+        p, old = self.engine, self.settings
         adaptive = any(map(accuracy_of.adaptive, optimizers))
         if not old.free or old.adaptive == adaptive or p.layout is not None or p.resume is not None:
             return
@@ -85,20 +85,20 @@ class OptimizerFit:
             )
 
     def _look_for_optimizer(self, model: Model) -> None:
-        """Has `_unsuited` called if Adam steps on the model and the program does not follow it, and `_meet`
+        """Has `_unsuited` called if Adam steps on the model and the program does not follow it, and `meet`
         before the first step, unless the door calls it."""
-        p, own = self._engine, self.settings
+        p, own = self.engine, self.settings
         p.stop_looking()
         if model.names and not model.updates and not p.current.begun:
-            p.looking.append(Resumed(self._meet, model.names.keys()))
+            p.looking.append(Resumed(self.meet, model.names.keys()))
         costs = own.free and not own.adaptive and accuracy_of.costly(own.accuracy, own.auto) is not None
         if costs and p.rates is None and not self._warned and model.names and not model.updates:
             p.looking.append(Unfollowed(self._unsuited, model.names.keys()))
 
-    def _meet(self, optimizer: "torch.optim.Optimizer", beside: str = "") -> None:
+    def meet(self, optimizer: "torch.optim.Optimizer", beside: str = "") -> None:
         """Called before the optimizer's first step on the model: says if it goes on from a checkpoint, and
         what this State kept was not loaded. beside: what else a program of this door saves."""
-        p, door = self._engine, self._door
+        p, door = self.engine, self.door
         new = optimizer not in _met
         _met.add(optimizer)
         keeps = any(candidate.memory.name != "none" for candidate in self.settings.candidates)
@@ -125,7 +125,7 @@ class OptimizerFit:
         uses = f"{now} {own.candidates[0].encoding}"
         instead = f"call state.follow(optimizer) before the first step of your program, and it {then} {names}"
         notices.warn(
-            accuracy_of.warning(optimizer, self._ending.what, uses, codec, instead), self._engine.speaker
+            accuracy_of.warning(optimizer, self._ending.what, uses, codec, instead), self.engine.speaker
         )
 
     def _suited(self, adaptive: bool) -> Settings:
@@ -133,8 +133,8 @@ class OptimizerFit:
         suited = Settings.parse(self._codec[0], {}, **self._arguments, adaptive=adaptive)
         suited = replace(suited, gathers=self.settings.gathers)
         suited.policy.roles = self.settings.policy.roles
-        if self._door is not None:
-            suited.assign(self._door.model.shapes)
+        if self.door is not None:
+            suited.assign(self.door.model.shapes)
         return suited
 
     def _settings_of(self, state: "dict[str, Any] | Sequence[dict[str, Any]]") -> Settings:
@@ -163,6 +163,6 @@ class OptimizerFit:
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
-        watch, door = self._engine.watch, self._door
+        watch, door = self.engine.watch, self.door
         if watch is not None and watch.on_device and door is not None and door.open:
             self._forward = door.before_forward(watch.forward)

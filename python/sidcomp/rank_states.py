@@ -29,10 +29,10 @@ _PART = 1 << 26  # bytes of a message of `gather`; a GPU holds no more than one
 
 def group_of(state: State) -> dist.ProcessGroup:
     """Returns the ranks that the State averages over."""
-    state._open()
-    if state._door is None:
+    state.check_open()
+    if state.door is None:
         raise SetupError("the State is not registered with a model: register it before it is saved or loaded")
-    group = state._door.model.process_group
+    group = state.door.model.process_group
     refuse(
         group,
         "the files of its ranks cannot be kept together, because its members may change",
@@ -110,7 +110,7 @@ def find(folder: str | Path, state: State, model: int = 0) -> list[dict[str, Any
     problems, origins = _tell(found, problem, group)
     if problems and not origins and all("there is no" in p for p in problems):
         notices.warn(f"there are no states in {folder}: the residuals start from zero", rank)
-        state._engine.informed = True
+        state.engine.informed = True
         return []
     _refuse(problems, origins, str(folder))
     return found
@@ -165,8 +165,8 @@ def file_of(folder: Path, rank: int, model: int = 0, part: str = "") -> Path:
 
 def _part_of(state: State) -> str:
     """The shard that this rank holds, as a part of a file's name; "" for a whole model."""
-    assert state._door is not None
-    part = state._door.model.part.replace(" ", "")
+    assert state.door is not None
+    part = state.door.model.part.replace(" ", "")
     return f"-{part}" if part else ""
 
 

@@ -343,7 +343,7 @@ class GradientRun(Run):
         yield self.module
 
     def average(self) -> None:
-        self.state._open()
+        self.state.check_open()
 
     def rewrap(self) -> DistributedDataParallel:
         """Returns a new DDP model around the same module, whose buckets are the groups that "auto" would have

@@ -193,11 +193,11 @@ class State(OptimizerFit):
         self._codec = codec, parameters
         self.settings = Settings.parse(codec, parameters, **self._arguments)
         tuner = controller_for(self.settings, groups, profile)
-        self._engine = Engine(self.settings, process_group, tuner)
-        self._door: Door | None = None
+        self.engine = Engine(self.settings, process_group, tuner)  # what doors pass gradients and updates to
+        self.door: Door | None = None
         self._scalars = Scalars()
         self._closed: dict[str, Any] | None = None  # the last stats
-        self._ending = Ending(f'State("{codec}")' if codec is not None else "State()", self._engine.current)
+        self._ending = Ending(f'State("{codec}")' if codec is not None else "State()", self.engine.current)
         self._ending.controller = tuner
         self._finalizer = weakref.finalize(self, self._ending.collected)
 
@@ -219,32 +219,25 @@ class State(OptimizerFit):
         candidates = ", ".join(candidate.label for candidate in self.settings.candidates)
         chosen = f"auto from {candidates}" if self.settings.auto else candidates
         memory = self.settings.candidates[0].memory.name
-        return (
-            f"State({chosen}, memory={memory!r}, groups={self.settings.groups!r}, step={self._engine.step})"
-        )
+        return f"State({chosen}, memory={memory!r}, groups={self.settings.groups!r}, step={self.engine.step})"
 
     @property
     def error(self) -> Exception | None:
         """The last exception in the hook, or None."""
-        return self._engine.error
+        return self.engine.error
 
-    @property
-    def engine(self) -> Engine:
-        """For sidcomp itself: what doors pass gradients and updates to."""
-        return self._engine
-
-    # ---- the door
+    # ---- the door: for sidcomp itself
     # -----------------------------------------------------------------------------------------------
 
-    def _attach(self, door: Door, roles: dict[str, frozenset[str]]) -> None:
+    def attach(self, door: Door, roles: dict[str, frozenset[str]]) -> None:
         """Serves the door's model from now on. roles: the names of the parameters that rules such as
         "embedding" fit. Raises SetupError if State and model do not fit together."""
-        self._open()
+        self.check_open()
         model = door.model
         if model.process_group is not None and not known(model.process_group):
-            self.settings = self._engine.settings = over_unknown(self.settings)
-            self._engine.guarded()  # a member may end within a step
-        if (given := self._engine.process_group) is not None:
+            self.settings = self.engine.settings = over_unknown(self.settings)
+            self.engine.guarded()  # a member may end within a step
+        if (given := self.engine.process_group) is not None:
             check_ranks(given, model.process_group)
         # These raise here, not in backward(), if a rule or a name fits no parameter.
         self.settings.policy.roles = roles
@@ -257,15 +250,15 @@ class State(OptimizerFit):
             )
         if isinstance(self.settings.groups, list):
             check_lists(self.settings.groups, model.shapes, excluded)
-        if self._engine.resume is not None:
-            self._engine.resume.check_part(model.part)
-            self._engine.resume.check(model.shapes)
-        self._door = door
+        if self.engine.resume is not None:
+            self.engine.resume.check_part(model.part)
+            self.engine.resume.check(model.shapes)
+        self.door = door
         self._ending.silent = False
         self._watch_forward()
         self._look_for_optimizer(model)
 
-    def _open(self) -> None:
+    def check_open(self) -> None:
         if self._closed is not None:
             raise SetupError(
                 "this State is closed: make a new one, and register it with a new DDP around the module, or "
@@ -304,7 +297,7 @@ class State(OptimizerFit):
         """
         if self._closed is not None:
             return self._closed
-        return statistics(self._engine)
+        return statistics(self.engine)
 
     def log(self, norms: bool = True) -> dict[str, float]:
         """Returns a flat dictionary of numbers, of the steps since the last call, for a training log. It is
@@ -326,8 +319,8 @@ class State(OptimizerFit):
 
         norms=False leaves out the last three, which copy the residual and read the gradient once.
         """
-        self._open()
-        out = self._scalars.take(self._engine, norms)
+        self.check_open()
+        out = self._scalars.take(self.engine, norms)
         return {**out, "sidcomp/density": self.stats()["density"]} if out else out
 
     # ---- the plan
@@ -336,7 +329,7 @@ class State(OptimizerFit):
     def explain(self) -> str:
         """Returns a text for people: what is compressed and how, and the bytes and times of each group on
         this rank; if the State plans, also what it has measured, what it chose, and why."""
-        return report.explain(self._engine)
+        return report.explain(self.engine)
 
     def plan_report(self) -> dict[str, Any]:
         """Returns the same as numbers. Times are in ps; 0 means not known.
@@ -355,17 +348,17 @@ class State(OptimizerFit):
         predicted_ps, measured_ps   an iteration with the plan
         rewrapped_ps                the prediction with the plan's groups as DDP's buckets; None: no plan
         """
-        return report.report(self._engine)
+        return report.report(self.engine)
 
     def timeline(self, path: str | Path) -> None:
         """Writes the predicted and the last measured iteration to a Chrome trace file (chrome://tracing,
         ui.perfetto.dev). Nothing is predicted where nothing is planned."""
-        report.trace(self._engine, path)
+        report.trace(self.engine, path)
 
     def plot(self, path: str | Path) -> None:
         """Draws the same to an image file. Needs matplotlib. Raises SetupError before the first step, and
         ArgumentError if the file cannot be written."""
-        rows = report.timelines(self._engine)
+        rows = report.timelines(self.engine)
         if not any(rows.values()):
             raise SetupError("there is no iteration to draw yet: train some steps first")
         plan_plot.draw(rows, path, repr(self))
@@ -374,14 +367,14 @@ class State(OptimizerFit):
     def profile(self) -> Profile | None:
         """The measurements that the plan is based on; None before there are any. After
         `state.profile.save(path)`, the next run need not measure again: `State("auto", profile=path)`."""
-        return report.controller_of(self._engine).report.profile
+        return report.controller_of(self.engine).report.profile
 
     # ---- loss scale
     # ---------------------------------------------------------------------------------------------
 
     def rescale(self, factor: float) -> None:
         """Multiplies the memory's contents by `factor` > 0. Call it on every rank, between two iterations."""
-        self._engine.rescale(above_zero(factor, f"rescale(factor={factor!r})"))
+        self.engine.rescale(above_zero(factor, f"rescale(factor={factor!r})"))
 
     def update_scale(self, scale: float) -> None:
         """Sets the loss scale: call `state.update_scale(scaler.get_scale())` after each `scaler.update()`.
@@ -392,15 +385,15 @@ class State(OptimizerFit):
         updates are sent.
         """
         value = above_zero(scale, f"update_scale(scale={scale!r})", "scaler.get_scale()")
-        if self._door is not None and self._door.model.updates:
+        if self.door is not None and self.door.model.updates:
             raise SetupError(
                 "update_scale() rescales residuals of scaled gradients, but what optimizers did is in the "
                 "unit of the parameters: leave it out"
             )
-        self._engine.quiet()
+        self.engine.quiet()
         if value != 1:  # which a scaler that is not enabled says
-            self._engine.guarded()
-        self._engine.update_scale(value)
+            self.engine.guarded()
+        self.engine.update_scale(value)
 
     def skip(self) -> None:
         """Tells the State that the program skips the optimizer's step for a reason of its own, such as an
@@ -411,8 +404,8 @@ class State(OptimizerFit):
         call if it was not finite or if the GradScaler given to `follow` skipped it; then the call changes
         nothing. Raises SetupError if there is no step to discard.
         """
-        self._open()
-        self._engine.skip()
+        self.check_open()
+        self.engine.skip()
 
     # ---- learning rate
     # -------------------------------------------------------------------------------------------
@@ -458,7 +451,7 @@ class State(OptimizerFit):
         or if a rate is a tensor on a device, negative or not finite. A rate that becomes invalid later makes
         backward() fail.
         """
-        self._open()
+        self.check_open()
         self._follow(optimizer, scaler)
 
     # ---- checkpoints
@@ -473,8 +466,8 @@ class State(OptimizerFit):
         parameter name, float32 of shape (vectors, elements) in the gradient's memory order; "layout" holds
         the groups, in order.
         """
-        self._open()
-        return self._engine.state_dict()
+        self.check_open()
+        return self.engine.state_dict()
 
     def load_state_dict(
         self,
@@ -507,12 +500,12 @@ class State(OptimizerFit):
         """
         if not isinstance(strict, bool):
             raise ArgumentError(f"strict={strict!r}: give True or False")
-        self._open()
-        p = self._engine
+        self.check_open()
+        p = self.engine
         p.pause()
         self._abandon(SetupError("a checkpoint was loaded before the backward pass had ended"))
         p.quiet()
-        model = self._door.model if self._door is not None else None
+        model = self.door.model if self.door is not None else None
         parent = p.process_group or (model.process_group if model is not None else None)
         settings = self._settings_of(state)
         resume = checkpoint.load(settings, parent, state, redistribute, p.place)
@@ -531,9 +524,9 @@ class State(OptimizerFit):
             self._ending.controller = planned[0]
 
     def _abandon(self, error: Exception, telling: bool = True) -> None:
-        self._engine.abandon(error, telling)
-        if self._door is not None:
-            self._door.reset(error)
+        self.engine.abandon(error, telling)
+        if self.door is not None:
+            self.door.reset(error)
 
     # ---- the end
     # ------------------------------------------------------------------------------------------------
@@ -546,13 +539,13 @@ class State(OptimizerFit):
         """
         if self._closed is not None:
             return
-        p = self._engine
+        p = self.engine
         p.pause()
         p.quiet()
         self._closed = self.stats()
         p.stop_looking()
         self._abandon(SetupError("the State was closed"), telling=False)
-        self._door = None
+        self.door = None
         p.close()
         self._watch_forward()
         self._finalizer.detach()
@@ -568,8 +561,8 @@ class State(OptimizerFit):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        p = self._engine
-        self._ending.silent = self._door is None
+        p = self.engine
+        self._ending.silent = self.door is None
         started = self._closed is None and (p.layout is not None or p.resume is not None)
         memory = self.state_dict() if started else None
         return {"codec": self._codec, "arguments": self._arguments, "memory": memory}

@@ -153,7 +153,7 @@ def interrupted(rank: int, world: int, where: str, then: str, broken: str = "") 
         if broken:
             setattr(executor, broken, lambda *_: None)
         register(ddp, state)
-        launch, ready = executor._launch, state._engine.ready
+        launch, ready = executor._launch, state.engine.ready
         launched: list[Any] = []
 
         def failing(g: Any) -> None:
@@ -163,7 +163,7 @@ def interrupted(rank: int, world: int, where: str, then: str, broken: str = "") 
             launch(g)
 
         def broken_off(index: int, *rest: Any) -> Any:
-            layout = state._engine.layout
+            layout = state.engine.layout
             if where == "abandoned" and layout is not None and index == len(layout.buckets) - 1 > 0:
                 raise ValueError("no more")
             return ready(index, *rest)
@@ -172,7 +172,7 @@ def interrupted(rank: int, world: int, where: str, then: str, broken: str = "") 
         for step in range(3):
             if step == 2:
                 executor._launch = failing  # type: ignore[method-assign]
-                state._engine.ready = broken_off  # type: ignore[method-assign]
+                state.engine.ready = broken_off  # type: ignore[method-assign]
             try:
                 (ddp(torch.randn(8, 40)) ** 2).sum().backward()
             except RuntimeError as e:

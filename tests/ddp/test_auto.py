@@ -305,7 +305,7 @@ def choices(rank: int, world: int, local: str, arguments: dict[str, Any]) -> lis
         for _ in range(3):
             t.step()
         settings = t.state.settings
-        return [settings.candidates[i].label for i in measurement.considered(t.state._engine, settings)]
+        return [settings.candidates[i].label for i in measurement.considered(t.state.engine, settings)]
 
 
 DEFAULT = "topk density=0.084 values=log4 indices=packed"
@@ -717,7 +717,7 @@ def rewrapped(rank: int, world: int) -> dict[str, Any]:
         now = t.state.state_dict()["residuals"]
         moved = all(torch.equal(kept[n], now[n]) for n in kept)
         r = t.until_it_settles()
-        layout = t.state._engine.layout
+        layout = t.state.engine.layout
         assert layout is not None
         shared = [len(g.buckets) for g in layout.groups]
         return {**r, "moved": moved, "buckets": len(layout.buckets), "shared": shared}
@@ -762,7 +762,7 @@ def steps_of(rank: int, world: int, plain: bool) -> list[float]:
         optimizer.zero_grad()
         ddp(x).square().mean().backward()
         optimizer.step()
-        deferred += state._engine._deferred
+        deferred += state.engine._deferred
         out.append(float(torch.cat([p.detach().flatten() for p in ddp.parameters()]).double().sum()))
     assert plain or deferred >= 2, "no step was measured without communication beside it"
     assert plain or state.plan_report()["stage"] == "measuring"
@@ -787,7 +787,7 @@ def densities(rank: int, world: int, warmup: int, room: str) -> tuple[list[float
         observed, weights = [], []
         for i in range(16):
             t.step()
-            layout = t.state._engine.layout
+            layout = t.state.engine.layout
             assert layout is not None
             sparse = [g for g in layout.groups if g.plan.codec == "topk"]
             observed.append(sum(g.plan.k for g in sparse) / max(1, sum(g.n for g in sparse)))

@@ -29,7 +29,7 @@ class Exact(Training):
         return torch.where(every % 10 < 10 * self.far, gradient * FAR, gradient)
 
     def waiting(self) -> int:
-        return measurement.waiting(self.state._engine)
+        return measurement.waiting(self.state.engine)
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self.ddp.parameters()])
@@ -38,7 +38,7 @@ class Exact(Training):
 def beside_dense(rank: int, world: int) -> tuple[dict[str, Any], bool, int]:
     """Trains to a decision, and as many steps uncompressed: are the parameters the same to the bit?"""
     with Exact(rank) as t:
-        report, steps, ours = t.until_it_settles(), t.state._engine.step, t.weights()
+        report, steps, ours = t.until_it_settles(), t.state.engine.step, t.weights()
         waiting = t.waiting()
     with Training(rank, codec="none", slow={}) as t:
         for _ in range(steps):

@@ -152,7 +152,7 @@ def partly_held(rank: int, world: int) -> dict[str, Any]:
     while those of the others in its bucket wait."""
     with Training(rank, **HOW) as t:
         while not (
-            stage(t) == "verifying" and t.state._engine.regime == PLAIN and t.state.state_dict()["residuals"]
+            stage(t) == "verifying" and t.state.engine.regime == PLAIN and t.state.state_dict()["residuals"]
         ):
             t.step()
         state = t.state.state_dict()
@@ -499,7 +499,7 @@ def compared_again(rank: int, world: int, room: str) -> tuple[dict[str, Any], di
     while stage(c.t) != "comparing":
         c.go(1, 2, LINK)
     c.go(FAR - 1, 2, LINK)  # in the dense window of the second pair
-    assert c.t.state._engine.regime == PLAIN
+    assert c.t.state.engine.regime == PLAIN
     data = taken(c.t)
     c.t.state.close()
     with Training(rank, slow={**LINK, **CODEC}, candidates=["topk"], warmup=0) as t:

@@ -71,7 +71,7 @@ def judge(ddp: DistributedDataParallel, state: sidcomp.State, given: Any, kept: 
         sent = step(ddp, 0, factor=0.0)
     if state.error is not None:  # it shows with the groups only
         assert isinstance(state.error, sidcomp.CheckpointError), repr(state.error)
-        state._engine.current.error = None
+        state.engine.current.error = None
         return str(state.error)
     left = state.state_dict()["residuals"]
     for n, values in kept.items():

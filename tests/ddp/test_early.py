@@ -135,8 +135,8 @@ def late(rank: int, world: int, when: str) -> tuple[list[str], float]:
         time.sleep(1)
     for _ in range(3):
         trainer.step()
-    assert state._engine.exchange is not None
-    timeout = communicator._timeout_of(state._engine.exchange.group, cases.DEVICE)
+    assert state.engine.exchange is not None
+    timeout = communicator._timeout_of(state.engine.exchange.group, cases.DEVICE)
     assert timeout is not None
     trainer.close()
     state.close()

@@ -244,13 +244,13 @@ def two_rates(rank: int, world: int, apart: bool, optimizers: int = 1) -> tuple[
         for group, rate in zip(groups, (first, second), strict=True):
             group["lr"] = rate
         ddp(torch.ones(2, 40)).sum().backward()
-    assert state._engine.layout is not None
-    carries = [g.stage.carry for g in state._engine.layout.groups]
+    assert state.engine.layout is not None
+    carries = [g.stage.carry for g in state.engine.layout.groups]
     ddp(torch.ones(2, 40)).sum().backward()
-    assert all(g.stage.carry == 1 for g in state._engine.layout.groups)
+    assert all(g.stage.carry == 1 for g in state.engine.layout.groups)
     groups[0]["lr"] = 0.3
     ddp(torch.ones(2, 40)).sum().backward()
-    carries += [g.stage.carry for g in state._engine.layout.groups]
+    carries += [g.stage.carry for g in state.engine.layout.groups]
     logging.getLogger("sidcomp").removeHandler(handler)
     state.close()
     return carries, [r for r in records if "learning rates" in r]
@@ -298,7 +298,7 @@ def refused(rank: int, world: int) -> list[str]:
     ):
         with pytest.raises(sidcomp.ArgumentError, match=why):
             state.follow(given)
-    assert state._engine.rates is not None and state._engine.rates.optimizers == (trainer.optimizer,)
+    assert state.engine.rates is not None and state.engine.rates.optimizers == (trainer.optimizer,)
     state.follow([first, second], torch.amp.GradScaler("cpu"))
     trainer.step()
     state.follow(first)
@@ -307,7 +307,7 @@ def refused(rank: int, world: int) -> list[str]:
     state.follow(None)
     trainer.optimizer.param_groups[0]["lr"] = 0.01
     trainer.step()
-    assert state._engine.layout is not None and state._engine.layout.groups[0].stage.carry == 1
+    assert state.engine.layout is not None and state.engine.layout.groups[0].stage.carry == 1
     state.close()
     with pytest.raises(sidcomp.SetupError, match="closed"):
         state.follow(trainer.optimizer)
@@ -328,8 +328,8 @@ def rolled_back(rank: int, world: int) -> list[list[float]]:
             state.load_state_dict(before)
         trainer.optimizer.param_groups[0]["lr"] = rate
         trainer.step()
-        assert state._engine.layout is not None
-        seen.append([g.stage.carry for g in state._engine.layout.groups])
+        assert state.engine.layout is not None
+        seen.append([g.stage.carry for g in state.engine.layout.groups])
     trainer.close()
     state.close()
     return seen
@@ -401,8 +401,8 @@ def wrapped(rank: int, world: int, how: str) -> list[dict[str, Any]]:
             scaler.step(optimizer)
             scaler.update()
         seen.append(everything(trainer, state))
-    assert state._engine.rates is not None and state._engine.rates.optimizers == (sgd,)
-    assert state._engine.step == (4 if how == "bare" else 3), "the step that was skipped is discarded"
+    assert state.engine.rates is not None and state.engine.rates.optimizers == (sgd,)
+    assert state.engine.step == (4 if how == "bare" else 3), "the step that was skipped is discarded"
     trainer.close()
     state.close()
     return seen

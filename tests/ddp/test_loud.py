@@ -229,7 +229,7 @@ def failing(rank: int, world: int, when: str) -> tuple[str, str]:
     if when == "closed":
         state.close()
     elif rank == 0:  # it fails where its payload would be sent, and the others where they decode it
-        executor = state._engine.executor
+        executor = state.engine.executor
         assert isinstance(executor, CpuExecutor)
         compute = executor._compute
 
@@ -593,7 +593,7 @@ def profiled(rank: int, world: int) -> tuple[set[str], int]:
         trainer.step()
     names = {event.name for event in profile.events() if event.name.startswith("sidcomp")}
     trainer.step()
-    assert not state._engine.current.profiled, "a step without a profiler pays for ranges"
+    assert not state.engine.current.profiled, "a step without a profiler pays for ranges"
     groups = len(state.stats()["groups"])
     trainer.close()
     state.close()
@@ -649,8 +649,8 @@ def with_many_stages(rank: int, world: int) -> list[str]:
 
     with test_auto.Training(rank, candidates=["topk"], slow=test_auto.SLOW_DENSE) as t:
         t.step()
-        controller: Any = t.state._engine.tuner
-        controller._p = t.state._engine  # as during a call of the engine
+        controller: Any = t.state.engine.tuner
+        controller._p = t.state.engine  # as during a call of the engine
         for i in range(9):
             controller._say(f"stage {i}", stage=True)
         controller._p = None

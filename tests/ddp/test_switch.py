@@ -33,7 +33,7 @@ def scripted(state: sidcomp.State, regimes: list[Regime], hold: bool = False) ->
         while True:
             yield Order(regimes[-1])
 
-    c = state._engine.tuner
+    c = state.engine.tuner
     assert isinstance(c, controller.Controller)
     c._script = script()
     c._order = next(c._script)
@@ -140,7 +140,7 @@ def conserve_over_exchanges(rank: int, world: int, hold: bool) -> dict[str, Any]
         r.step()
         lost.append(r.missing())
         kept.append(r.kept())
-        p = r.state._engine
+        p = r.state.engine
         assert p.layout is not None
         observed |= {g.message_plan.choice.exchange.name for g in p.layout.groups if g.in_messages}
     return {"lost": max(lost), "kept": kept, "seen": observed, "error": repr(r.state.error)}
@@ -168,7 +168,7 @@ def nonfinite_flush(rank: int, world: int) -> dict[str, Any]:
         r.step()
     before, flushes = r.kept(), 0
     for _ in range(6):
-        p = r.state._engine
+        p = r.state.engine
         c = p.tuner
         assert c is not None
         flushing = any(g.plan.vectors and g.plan.codec == "none" for g in p.layout.groups)  # type: ignore[union-attr]

@@ -97,7 +97,7 @@ def in_step(
         if step >= 2 and not isinstance(arguments.get("density"), sidcomp.Schedule):
             assert allocations in (0, other.state.stats()["allocations"])
             allocations = other.state.stats()["allocations"]
-    assert other.state._engine.step == clean.state._engine.step == STEPS
+    assert other.state.engine.step == clean.state.engine.step == STEPS
     twice = other.state.stats()["state_bytes"], clean.state.stats()["state_bytes"]
     assert twice[0] == 2 * twice[1]
     clean.close()
@@ -242,7 +242,7 @@ def only_the_scaler_knows(rank: int, world: int, fused: bool) -> None:
                 scaler.update(4.0)
     assert_same(runs[1].trainer.snapshot(), runs[0].trainer.snapshot(), "the end")
     assert_same(residuals_of(runs[1].state), residuals_of(runs[0].state), "the end")
-    assert runs[1].state._engine.step == 5
+    assert runs[1].state.engine.step == 5
     for r in runs:
         r.close()
 
@@ -467,7 +467,7 @@ def failed(rank: int, world: int) -> None:
     for _ in range(3):
         one.trainer.step()
     before = one.everything()
-    form = one.state._engine.groups[-1].form
+    form = one.state.engine.groups[-1].form
 
     class Fails:
         def __init__(self, plan: Any) -> None:

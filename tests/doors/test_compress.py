@@ -77,7 +77,7 @@ def gradients(rank: int, world: int) -> dict[str, Any]:
                 train(ddp, optimizer, rank, range(STEPS))
                 out[name] = {
                     "alike": alike(flat(ddp)), "page": str(it), "log": it.log(), "said": said.getvalue(),
-                    "settings": it.state.settings, "follows": it.state._engine.rates is not None,
+                    "settings": it.state.settings, "follows": it.state.engine.rates is not None,
                     "ratio": it.stats()["ratio"],
                 }  # fmt: skip
                 with it.common() as module:
@@ -169,7 +169,7 @@ def several(rank: int, world: int) -> tuple[bool, int]:
             for one in both:
                 scaler.step(one)
             scaler.update()
-        return alike(flat(ddp)), it.state._engine.step
+        return alike(flat(ddp)), it.state.engine.step
 
 
 def test_several_optimizers_and_a_scaler() -> None:

@@ -730,7 +730,7 @@ def one_shard_fails(rank: int, world: int, codec: str) -> Any:
         for step in range(5):
             before = state.state_dict()["residuals"] if step else {}
             if step == 2 and rank == 0:
-                fail_once(state._engine.groups[1].form)
+                fail_once(state.engine.groups[1].form)
             sgd.zero_grad()
             try:
                 backward(model, rank, step)

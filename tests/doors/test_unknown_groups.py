@@ -227,10 +227,10 @@ def bereft(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
     for step in range(7, 9):
         loss(module, rank, step).backward()
     after = flat(state.state_dict()["residuals"].values())
-    steps = state._engine.step
+    steps = state.engine.step
     for step in range(9, 12):
         loss(module, rank, step).backward()
-    return before, after, state._engine.step == steps + 3
+    return before, after, state.engine.step == steps + 3
 
 
 def test_residuals_outlive_a_member_that_ends_within_a_step() -> None:

@@ -78,7 +78,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     accelerator.save_state(saved)
     out["whole"] = train(accelerator, parts, 1, compression)
     assert compression.run is not None
-    out["followed"] = compression.run.state._engine.rates is not None
+    out["followed"] = compression.run.state.engine.rates is not None
     out["again"] = error(lambda: compression.prepare(accelerator, *parts[:2]))
     compression.end()
     compression, accelerator, parts = start()
@@ -177,8 +177,8 @@ def by_hand() -> list[bool]:
                 module = nn.parallel.DistributedDataParallel(module)
                 register(module, state)
                 state.follow(optimizer, scaler)
-                assert state._engine.rates is not None
-                found.append(state._engine.rates.optimizers == (adam,))
+                assert state.engine.rates is not None
+                found.append(state.engine.rates.optimizers == (adam,))
             local = updates(kind, module, optimizer, state, every=1) if kind is not None else None
             module(torch.ones(1, 20)).sum().backward()
             if local is None:

@@ -72,7 +72,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
         def on_train_end(self, trainer: Any, module: Any) -> None:
             state = self.compression.run.state
             self.seen = snapshot(module, state.state_dict())
-            self.scaler = state._engine.watch.scaler
+            self.scaler = state.engine.watch.scaler
 
     def fit(
         compression: Compression,
@@ -160,7 +160,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
             state = next(c for c in trainer.callbacks if isinstance(c, Compression)).run.state
-            out["two"].append((len(state._engine.rates.optimizers), state.stats()["steps"]))
+            out["two"].append((len(state.engine.rates.optimizers), state.stats()["steps"]))
 
     chosen, out["two"] = Compression(**ARGUMENTS), []
     for module, compression in ((Two, Compression(**ARGUMENTS)), (Choosing, chosen)):

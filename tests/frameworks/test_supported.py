@@ -120,8 +120,8 @@ def several_optimizers() -> None:
     assert not torch.equal(before, ddp.module[2].weight)
     first.param_groups[0]["lr"] = 0.05
     ddp(torch.ones(4, 8)).square().mean().backward()
-    assert own._engine.rates is not None
-    assert own._engine.rates.rate("0.weight") == 0.05 and own._engine.rates.rate("2.weight") == 0.1
+    assert own.engine.rates is not None
+    assert own.engine.rates.rate("0.weight") == 0.05 and own.engine.rates.rate("2.weight") == 0.1
 
 
 WORKS: dict[str, Callable[[], object]] = {

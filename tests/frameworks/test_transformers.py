@@ -83,7 +83,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
 
         def on_epoch_end(self, *_: Any, model: Any, **__: Any) -> None:
             self.seen = snapshot(model, self.compression.run.state.state_dict())
-            self.followed = self.compression.run.state._engine.rates.optimizers[0]
+            self.followed = self.compression.run.state.engine.rates.optimizers[0]
 
         def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
             self.logs.append(dict(logs))

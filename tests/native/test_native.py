@@ -83,7 +83,7 @@ class Run:
         self.optimizer.step()
 
     def groups(self) -> list[Group]:
-        layout = self.state._engine.layout
+        layout = self.state.engine.layout
         assert layout is not None
         return layout.groups
 
@@ -119,7 +119,7 @@ def trained(
         transport="native" if how == "native" else "torch", **more,
     )  # fmt: skip
     if how == "native":
-        r.state._engine.exchange = None
+        r.state.engine.exchange = None
         Exchange.all_gather = no_collectives  # type: ignore[method-assign]
         Exchange.all_reduce = no_collectives  # type: ignore[method-assign]
         dist.batch_isend_irecv = no_collectives
@@ -277,8 +277,8 @@ def nonfinite_steps(rank: int, world: int, how: str, settings: dict[str, Any]) -
                     p.copy_(w)
         out.append(r.weights())
         if step > 3:
-            r.state._engine.quiet()
-            assert r.state._engine.counts() == (step != 5), "a flush would not be done again"
+            r.state.engine.quiet()
+            assert r.state.engine.counts() == (step != 5), "a flush would not be done again"
     r.close()
     return out
 
@@ -341,7 +341,7 @@ def interrupted(rank: int, world: int) -> None:
         return out
 
     sent = [owes(g) for g in launched]
-    r.state._engine.quiet()
+    r.state.engine.quiet()
     for g, before in zip(launched, sent, strict=True):
         assert before.any() and not owes(g).any()
     r.close()
@@ -544,8 +544,8 @@ def watched(rank: int, world: int, how: str, log: str) -> tuple[str, str]:
     r.step()
     assert r.lane is not None and r.lane.native is not None
     if how == "stuck":  # as if the device had not got to the end of the last step
-        assert r.state._engine.layout is not None
-        r.state._engine.layout.groups[0].resident.mark += 1
+        assert r.state.engine.layout is not None
+        r.state.engine.layout.groups[0].resident.mark += 1
     r.lane.native._thread.join(20)
     assert not r.lane.native._thread.is_alive(), "the watch goes on"
     assert "abort" in Path(log).read_text()

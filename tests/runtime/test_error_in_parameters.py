@@ -150,15 +150,15 @@ def planned(rank: int, world: int, every: int) -> tuple[int, int]:
         inner = OPTIMIZERS["AdamW"](module.parameters())
         inner.register_step_post_hook(lambda *_: stepped.append(flat(module)))
         local = updates("parameters", module, inner, state, every=every, noise_correction=False)
-        state._engine.tuner = Changing(module, 48)
+        state.engine.tuner = Changing(module, 48)
         done, groups = flat(module).double(), set()
         for step in range(48 * every):
             before = flat(module)
             train(module, inner, rank, range(step, step + 1))
             done += mean(stepped.pop() - before)
             if local.steps % every == 0:
-                groups.add(tuple(g.plan.codec for g in state._engine.groups))
-                waited += bool(state._engine.unassigned)
+                groups.add(tuple(g.plan.codec for g in state.engine.groups))
+                waited += bool(state.engine.unassigned)
                 with local.common():
                     point = flat(module)
                 assert alike(point)
@@ -166,7 +166,7 @@ def planned(rank: int, world: int, every: int) -> tuple[int, int]:
                 assert torch.equal(flat(module), point - error)
                 torch.testing.assert_close(point.double() - mean(error), done, rtol=0, atol=5e-5)
             if step == 15 * every:  # errors wait, and are averaged
-                assert state._engine.unassigned
+                assert state.engine.unassigned
                 local.average()
                 assert alike(flat(module)) and not error_of(state, module).any()
                 torch.testing.assert_close(flat(module).double(), done, rtol=0, atol=5e-5)

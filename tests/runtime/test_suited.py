@@ -28,7 +28,7 @@ FORTIETH, INT4, FP16 = ("topk density=0.084 values=log4 indices=packed", "int4",
 def beside(kind: Any, *arguments: Any, **named: Any) -> list[str]:
     state = sidcomp.State(*arguments, **named)
     state.follow(kind([torch.zeros(3, requires_grad=True)], lr=0.1))
-    assert state._engine.settings is state.settings
+    assert state.engine.settings is state.settings
     return [c.encoding for c in state.settings.candidates if not c.in_messages]
 
 

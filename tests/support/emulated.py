@@ -41,6 +41,6 @@ class EmulatedExecutor(CudaExecutor):
 
 def emulate(state: sidcomp.State) -> EmulatedExecutor:
     """The State's groups go through the CUDA executor from here on."""
-    executor = EmulatedExecutor(torch.device("cpu"), state._engine.current)
-    state._engine.use(executor)
+    executor = EmulatedExecutor(torch.device("cpu"), state.engine.current)
+    state.engine.use(executor)
     return executor

@@ -247,6 +247,6 @@ def emulate(
     dist.batch_isend_irecv = _posting(dist.batch_isend_irecv, torchs)
     # What is copied to a device is other memory than the bytes it was made of.
     torch.frombuffer = lambda *args, **kwargs: frombuffer(*args, **kwargs).clone()
-    executor = kind(torch.device("cpu"), state._engine.current)
-    state._engine.use(executor)
+    executor = kind(torch.device("cpu"), state.engine.current)
+    state.engine.use(executor)
     return executor

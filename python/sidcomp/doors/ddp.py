@@ -62,7 +62,7 @@ def hook(
     try:
         door = _door(state)
     except Exception as e:
-        state._engine.report(e)
+        state.engine.report(e)
         return failed(e)
     return door.reduce(bucket)
 
@@ -110,9 +110,9 @@ def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParalle
     """
     if not isinstance(state, State):
         raise ArgumentError(f"state={state!r}: give rewrap the State that the model is registered with")
-    if not isinstance(state._door, DDPDoor) or state._door.ref() is not ddp:
+    if not isinstance(state.door, DDPDoor) or state.door.ref() is not ddp:
         raise SetupError("rewrap: pass the DDP model that this State is registered with")
-    state._engine.quiet()
+    state.engine.quiet()
     accepted = inspect.signature(DistributedDataParallel.__init__).parameters
     arguments: dict[str, Any] = {
         "device_ids": ddp.device_ids,
@@ -125,14 +125,14 @@ def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParalle
         "static_graph": ddp.static_graph,
         "bucket_cap_mb": 1,
     }
-    tuner = state._engine.tuner
+    tuner = state.engine.tuner
     planned = isinstance(tuner, Controller) and "bucket_cap_mb_list" in accepted
     sizes = tuner.rewrap() if isinstance(tuner, Controller) and planned else []
     if sizes:
         arguments["bucket_cap_mb_list"] = [size / 2**20 for size in sizes]
     # The old reducer's hooks would still run in addition to the new one's; they disappear with the reducer.
     ddp.reducer = ddp.logger = None  # type: ignore[assignment]
-    state._door = None
+    state.door = None
     new = DistributedDataParallel(ddp.module, **arguments)
     register(new, state)
     return new
@@ -140,20 +140,20 @@ def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParalle
 
 def _door(state: State) -> "DDPDoor":
     """Returns the door of the model that the State is registered with."""
-    state._open()
-    door = state._door
+    state.check_open()
+    door = state.door
     if isinstance(door, DDPDoor) and door.open:
         return door
     return _bind(state, owner(state))
 
 
 def _bind(state: State, ddp: DistributedDataParallel) -> "DDPDoor":
-    door = state._door
+    door = state.door
     if isinstance(door, DDPDoor) and door.ref() not in (None, ddp):
         raise SetupError("one State serves one DDP model: give each model a State of its own")
     refuse(ddp)
-    new = DDPDoor(ddp, state._engine)
-    state._attach(new, roles(ddp.module))
+    new = DDPDoor(ddp, state.engine)
+    state.attach(new, roles(ddp.module))
     return new
 
 

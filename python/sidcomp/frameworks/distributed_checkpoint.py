@@ -45,8 +45,8 @@ class Entries:
         group = group_of(self._state)
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._saved_by = saved_by
-        assert self._state._door is not None
-        self._part = self._state._door.model.part.replace(" ", "")  # the ranks of each shard count from 0
+        assert self._state.door is not None
+        self._part = self._state.door.model.part.replace(" ", "")  # the ranks of each shard count from 0
         self._name_of_run = agree_on_run(run) if isinstance(run, State) else ""
 
     @property

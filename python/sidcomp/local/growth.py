@@ -32,7 +32,7 @@ def grow(updates: Updates) -> None:
         for name, x in values.items():
             own[name].copy_(x)
     updates.outer.follow(outer)
-    updates.state._door = None  # which serves the parameters of before
+    updates.state.door = None  # which serves the parameters of before
     updates.enter(named)
     updates.form(again=True)
     new = [name for name in named if name not in before["point"]]

@@ -234,7 +234,7 @@ class Updates:
         if self.trained.more():
             grow(self)
         if not self._met and not self.steps:  # else its own checkpoint was loaded
-            self.state._meet(self._optimizers[0], f"the state_dict() of {CALL}() and ")
+            self.state.meet(self._optimizers[0], f"the state_dict() of {CALL}() and ")
         self._met = True
         refuse_converted(self.vectors, every=not self.steps)
         if isinstance(self.noise, SketchNoise):

@@ -249,7 +249,7 @@ def refuse_converted(vectors: Sequence[Vectors], every: bool) -> None:
 def open_engine(state: State) -> Engine:
     """Returns the State's engine for an exchange. Raises SetupError if the State is closed, or follows an
     optimizer."""
-    state._open()
+    state.check_open()
     engine = state.engine
     if engine.rates is not None:
         raise SetupError(
@@ -280,9 +280,9 @@ def serve(
         updates=True,
         beside=beside,
     )
-    if state._door is not None and state._door.open:
+    if state.door is not None and state.door.open:
         raise SetupError("this State serves a model already: give every model a State of its own")
-    state._attach(Door(module, model, state.engine), roles(module))
+    state.attach(Door(module, model, state.engine), roles(module))
     if group is not None:
         state.engine.connect(model, device, f"{CALL}()")
     return model

@@ -179,11 +179,11 @@ class ProcessGroup(Wrapper):
             return None
         program, index = noted
         assert program.state is not None
-        engine = program.state._engine
+        engine = program.state.engine
         try:
-            program.state._open()
+            program.state.check_open()
             if not program.formed or engine.outdated:
-                door, first = program.state._door, engine.layout is None
+                door, first = program.state.door, engine.layout is None
                 assert isinstance(door, Door)
                 door.form()
                 if first:
@@ -299,7 +299,7 @@ class ProcessGroup(Wrapper):
             )
         passes, after = backend_checkpoint.load(self, state, redistribute)
         self._passes.programs, self._after.programs = passes, after
-        steps = [p.state._engine.step for p in (*passes, *after) if p.state is not None]
+        steps = [p.state.engine.step for p in (*passes, *after) if p.state is not None]
         self._loaded = f"{len(passes)} + {len(after)} lists of calls, at steps {steps}"
         if self._seen is None and any(p.pieces for p in passes):
             self._seen = Seen(self)
@@ -335,7 +335,7 @@ class ProcessGroup(Wrapper):
 
     def _announce(self, program: Program) -> None:
         assert program.state is not None
-        groups = program.state._engine.groups
+        groups = program.state.engine.groups
         sent = sum(g.bytes_sent for g in groups)
         dense = sum(c.numel * c.dtype.itemsize for c in program.calls)
         codec = next((g.plan.codec for g in groups if compressed(g)), groups[0].plan.codec)

@@ -36,7 +36,7 @@ class Configuration:
     def state(self, process_group: dist.ProcessGroup | None = None) -> State:
         made = State(self.codec, process_group=process_group, **self.arguments)
         made._finalizer.detach()  # the process group says itself what becomes of it
-        made._engine.announced = True
+        made.engine.announced = True
         return made
 
     def lines(self) -> list[str]:

@@ -148,14 +148,14 @@ class Program:
         """Makes what compresses it."""
         self.known = True
         self.state = configuration.state(group)
-        self.state._attach(Door(group, self, self.state._engine), {})
+        self.state.attach(Door(group, self, self.state.engine), {})
 
     def inherit(self, former: "Program") -> None:
         """Continues with what has compressed these calls before."""
         self.known, self.holds, self.pieces = True, former.holds, former.pieces
         self.state = former.state
-        assert self.state is not None and isinstance(self.state._door, Door)
-        self.state._door.program = self
+        assert self.state is not None and isinstance(self.state.door, Door)
+        self.state.door.program = self
 
     def take(self, held: Sequence[Holding]) -> bool:
         """Takes the present buckets of a DDP model, if they hold the parameters that it is loaded for."""
@@ -182,9 +182,9 @@ class Program:
         if self.state is None:
             return
         if self.loaded and self.pieces is not None:  # its groups may span buckets
-            self.state._engine.abandon(SetupError(UNFINISHED))
+            self.state.engine.abandon(SetupError(UNFINISHED))
         else:
-            left = self.state._engine.end_early()
+            left = self.state.engine.end_early()
             assert not left  # a group never spans two calls
 
     def likeness(self, places: Sequence[Place], origins: Sequence[Origin | None]) -> Likeness:
@@ -228,7 +228,7 @@ class Program:
 
     def close(self) -> None:
         """Frees what compresses it."""
-        if self.state is not None and self.state._engine.step:  # otherwise it has made nothing
+        if self.state is not None and self.state.engine.step:  # otherwise it has made nothing
             self.state.close()
 
 
@@ -355,7 +355,7 @@ class Passes:
         """Drops the tensors of the last pass, which tell by being freed that their calls have others now."""
         for p in self.programs:
             if p.state is not None and p.holds:
-                engine = p.state._engine
+                engine = p.state.engine
                 if wait:
                     engine.quiet()
                 if engine.current.over and not (engine.on_device and not wait):

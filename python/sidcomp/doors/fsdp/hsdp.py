@@ -88,7 +88,7 @@ class Door:
         self, module: torch.nn.Module, units: list[Unit], group: dist.ProcessGroup, state: State
     ) -> None:
         self._module = weakref.ref(module)
-        self.units, self.state, self.engine = units, state, state._engine
+        self.units, self.state, self.engine = units, state, state.engine
         shards = max(units, key=lambda unit: unit.place()[1]).shards()
         self.model = Model(
             group,
@@ -178,7 +178,7 @@ class Door:
                 self._error = e
 
     def _take(self, index: int, buffer: torch.Tensor) -> None:
-        self.state._open()
+        self.state.check_open()
         unit = self.units[index]
         unit.check_step(buffer)
         if any(a.index == index for a in self._arrivals):
