@@ -90,9 +90,10 @@ struct coding_crew : sid_crew {
     __device__ void write(int32_t) const {}
 };
 
-/* What is in work between the steps of an encode. A coder goes backward through its elements, so it writes its words
- * from the last to the first, before it knows how many there are. Each stream therefore has as much room in `words` as
- * it may need at most (see most), and `write` copies the words to the payload when all lengths are known. */
+/* The memory in work that passes between the steps of an encode. A coder goes backward through its elements, so it
+ * writes its words from the last to the first, before it knows how many there are. Each stream therefore has as much
+ * room in `words` as it may need at most (see most), and `write` copies the words to the payload when all lengths are
+ * known. */
 struct coding_room {
     uint32_t *symbols;   /* of all elements: ROW elements in LANES words, 4 bits each */
     uint32_t *held;      /* of each stream: how many of its elements are to be sent; 0: it has no words */
@@ -136,7 +137,7 @@ struct deadzone {
     deadzone_form form;
     uint64_t n, k, streams; /* elements; how many are sent at most; streams of form.stream elements */
     coding_room room;
-    /* What sid_rans_put needs of a symbol: frequency << 20, from where on a state is full; 4096 - frequency; the
+    /* Each symbol's numbers for sid_rans_put: frequency << 20, from where on a state is full; 4096 - frequency; the
      * inverse; and start | shift << 12 | plus << 16. */
     uint4 coder[MOST_SYMBOLS];
 
@@ -531,7 +532,7 @@ struct reader {
     }
 };
 
-/* What a sound payload is, for sid_dense_check (dense.cuh). */
+/* The rules that a sound payload keeps; sid_dense_check (dense.cuh) calls them. */
 struct body {
     deadzone_form f;
     uint64_t n, k, streams, bytes; /* bytes: of a payload */

@@ -1,4 +1,4 @@
-/* What the linear codecs share, whose bodies the ranks sum before anyone decodes: the end of an encode, and the check.
+/* The linear codecs, whose bodies the ranks sum before anyone decodes, share the end of an encode and the check:
  *     seal     writes the header, the bytes after the body, the rule and the state, by one block
  *     cover    reads the payload for its checksum, in a world of one alone
  *     check    reads the headers, and those payloads whose checksum covers all of them
@@ -14,7 +14,7 @@ enum {
     SID_SEAL_BLOCK = 64
 };
 
-/* What the end of an encode needs. */
+/* The arguments of the end of an encode. */
 struct sid_linear_ending {
     sid_scratch *scratch;
     sid_head head;

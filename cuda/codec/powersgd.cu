@@ -10,7 +10,7 @@
  *                pass            12       reads gradient and acc, writes acc, and parts of P: 4 r / min(n, 512)
  *                sum, seal                read the parts of P, write P and the header: reduction 0
  *     next       look, orthonormalise     read P as the ranks have summed it, and write it with orthonormal columns
- *                strips          4        reads P, and acc, or the gradient where no memory keeps acc; writes parts of Q:
+ *                strips          4        reads P, and acc, or the gradient if no memory keeps acc; writes parts of Q:
  *                                         4 r / min(m, height)
  *                sum                      reads the parts of Q, writes Q: reduction 1
  *     decode     begin, table, look, check   read headers and factors
@@ -254,7 +254,7 @@ template <typename F> __device__ inline void each_own(uint64_t n, const F &f) {
         }
 }
 
-/* The sum over a warp's lanes, in halves, in every lane. */
+/* Returns the sum over a warp's lanes, added in halves, in every lane. */
 __device__ inline double halves(double x) {
     for (uint32_t d = SID_LANES / 2; d; d /= 2) x += __shfl_xor_sync(SID_FULL, x, d);
     return x;

@@ -103,8 +103,8 @@ struct values {
     bool half;   /* float16, else float32 */
     float times; /* n/k, which makes the draw unbiased, or 1 */
 
-    /* What a body carries for x, before it is rounded to float16: x * s * times, clamped so that a sum over the ranks
-     * does not overflow. s: 1 / world, or 1. */
+    /* Returns what a body carries for x, before it is rounded to float16: x * s * times, clamped so that a sum over the
+     * ranks does not overflow. s: 1 / world, or 1. */
     __device__ float scaled(float x, float s) const {
         const bool one_rank = s == 1.0f;
         const float most = half                        ? (one_rank ? 65504.0f : 65376.0f) / times
@@ -112,7 +112,7 @@ struct values {
                                                        : sid_bits_f32(0x7f7c0000u) / times;
         return (x > most ? most : x < -most ? -most : x) * (s * times);
     }
-    /* What the last step sent of x. */
+    /* Returns what the last step sent of x. */
     __device__ float sent(float x, const sid_rule &rule) const {
         const float y = scaled(x, rule.scale);
         return (half ? sid_from_f16(sid_to_f16(y)) : y) * rule.inverse;

@@ -1,8 +1,7 @@
-/* What an encode decides and writes at its end: which candidates are sent, then, when all blocks have written their
- * entries, means and levels of 2 bits, the header, and the rule and the words of the state. It reads list.extra, 4
- * bytes an entry, for each sum, if values travel as means; and the numbers of entries of the wire tiles, for the
- * checksum. Block 0 writes the header and the state alone. The limit is latency: a meeting of all blocks for each
- * sum. */
+/* The end of an encode. `send` decides which candidates are sent. When all blocks have written their entries, write_pairs
+ * computes the two means of 2-bit values and writes the codes, and seal writes the header, the rule and the state, in
+ * block 0 alone. Each sum of values reads list.extra, 4 bytes an entry; the checksum reads the numbers of entries of the
+ * wire tiles. The limit is latency: a meeting of all blocks for each sum. */
 #ifndef SID_SPARSE_EMIT_CUH
 #define SID_SPARSE_EMIT_CUH
 

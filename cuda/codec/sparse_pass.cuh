@@ -1,4 +1,4 @@
-/* What a sparse codec does in the pass over the group (core/pass.cuh), while acc is in registers. An element whose key
+/* A sparse codec's part of the pass over the group (core/pass.cuh), while acc is in registers. An element whose key
  * reaches `low`, which the last step has predicted, is a candidate, and goes to its tile's slots: 6 bytes written each.
  * A tile that has more candidates than slots only counts them, since acc holds them all. The codec's statistics of each
  * tile are summed up, and a codec with RANGES has candidates counted in ranges of keys. A warp has a tile, so

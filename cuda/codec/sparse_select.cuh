@@ -1,4 +1,4 @@
-/* What all blocks of a finish compute together: exact selection by digits of the keys, counts, and sums in the CPU's
+/* All blocks of a finish compute this together: exact selection by digits of the keys, counts, and sums in the CPU's
  * order. Each block reads its share of the candidates or tiles and writes a partial result to work; the blocks meet, so
  * that all of them are written; then every block reads all partial results and has the same answer. Counts are
  * integers, which may be added in any order; sums of floats keep the order of sums.h. Blocks wait for one another, so
@@ -217,8 +217,8 @@ struct sid_selection {
         return bins;
     }
 
-    /* Finds one digit of the key that is wanted, `bits` bits from bit `shift` on. Of the keys that `each` shows to its
-     * argument, only those whose higher bits are `prefix` count. */
+    /* Finds one digit of the key that is wanted, `bits` bits from bit `shift` on. Among the keys that `each` shows to
+     * its argument, only those whose higher bits are `prefix` count. */
     template <typename Each>
     __device__ sid_picked digit(const Each &each, uint32_t prefix, uint32_t shift, uint32_t bits, uint64_t rank,
                                 uint64_t all) {

@@ -433,7 +433,8 @@ struct sid_crew : sid_emission {
         });
         return false;
     }
-    /* From which key on that pass captures. Of a compacted pass some candidates with key low - 1 count, too. */
+    /* Returns the least key which that pass captures. After a compacted pass some candidates with key low - 1 count,
+     * too. */
     __device__ uint32_t again(uint32_t key) const { return compacted ? low - 1 : key; }
 
     /* ---- the payload */
@@ -604,7 +605,7 @@ struct sid_crew : sid_emission {
         flush(w, index_word, word_of(slot, w.index_width) - index_word, highs, value_word,
               word_of(slot, w.value_width) - value_word);
     }
-    /* The word of an array in which the entry of a slot begins. */
+    /* Returns the word of an array in which the entry of a slot begins. */
     __device__ static uint32_t word_of(uint32_t slot, uint32_t width) {
         return (uint32_t)((uint64_t)slot * width / 32);
     }
@@ -626,7 +627,7 @@ struct sid_crew : sid_emission {
             *(uint32_t *)(f.payload + p) = word;
         w.own.add(p, word);
     }
-    /* Where the array's words begin in the warp's room. */
+    /* Returns where the array's words begin in the warp's room. */
     __device__ static uint32_t room_of(uint32_t of) {
         return of == INDEX ? 0u : of == HIGH ? (uint32_t)HIGH_AT : (uint32_t)VALUE_AT;
     }

@@ -4,8 +4,8 @@
  *     end of a hop, found     turn checksums and a codec's findings into a fault of the step
  *     confirm, confirmed      are the last round, in which all ranks tell one another whether all went well
  *     end                     writes what the step has come to into the report
- *     undo                    takes the gradient out of the memory after a fault: reads 4 bytes an element of it, reads and
- *                             writes each vector. Bandwidth is its limit; without a fault it does nothing */
+ *     undo                    takes the gradient out of the memory after a fault: reads it, 4 bytes an element, reads
+ *                             and writes each vector. Bandwidth is its limit; without a fault it does nothing */
 #include "exchange.cuh"
 
 /* ---- those that have kernels --------------------------------------------------------------------------------------- */

@@ -2,8 +2,8 @@
  * over slices of n / W elements, for W ranks; the kernels here only pass faults on. So the limit is the codec's, and
  * bytes per element are those of an encode and a decode of n elements, and of n / W once more. P(m): bytes of a payload
  * of m elements.
- *     shot 1   encodes W slices, windows of the group's table, each with a state of its own: in the launches of one
- *              encode, if the codec has that (sid_several), as many as the device has room for; the short slice by itself
+ *     shot 1   encodes W slices, windows of the group's table, each with a state of its own: as many as the device has
+ *              room for in the launches of one encode, if the codec has that (sid_several); the short slice by itself
  *     sum      decodes the W payloads of our slice, and writes their mean as float32 to work
  *     shot 2   encodes that mean
  *     end      reads W P(n / W) bytes to check them, before any rank writes; then W decodes write the segments
