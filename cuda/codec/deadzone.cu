@@ -1,15 +1,18 @@
-/* deadzone (csrc/codec/deadzone.c defines the result). The largest elements become symbols, a sign and one of a few magnitudes,
- * and an entropy coder (rANS) writes the symbols into streams. A coder takes the elements of its stream one after the other,
- * eight lanes at a time. So a stream is the work of eight threads, and a warp has four streams; all else is done by all threads.
+/* deadzone (csrc/codec/deadzone.c defines the result). The k largest elements become symbols, a sign and one of at most
+ * five levels, all others the symbol 0, and an entropy coder (rANS, csrc/rans.h) writes the symbols into streams of
+ * 16384 to 65536 elements. A coder takes the elements of its stream in order, eight at a time, so a stream is the work
+ * of eight threads, and a warp has four streams. The limit of `code`, `look` and `decode` is therefore latency: an
+ * eighth of the stream's length in turns that depend on one another. All other steps share their work among all
+ * threads, and bandwidth is their limit. Bytes per element, float32 with a residual, density d, b bits, 1.3 d
+ * candidates, W payloads:
  *
- * Bytes per element, float32 with a residual, density d, b bits, 1.3 d candidates:
- *     encode    12 + 8 d      the pass, as topk's
- *               20 d + 5 d    in L2 as a rule, the candidates' values for each of the four digits that all keys have, and to
- *                             count what is sent
- *               12 d + 1/2    candidates once more, their values as a list, and symbols of 4 bits
- *               1/2 + b/8     the symbols, and the streams' words
- *               4 d + 3 b/8   the values, for the levels' means; the words, and the payload, which has been zeroed
- *     decode    3 W b/8 + 4   of W payloads: all of each is read for its checksum, its streams are checked, and added */
+ *     encode    pass      12 + 8 d       reads gradient and acc, writes acc and candidates, as topk's
+ *               select    20 d + 5 d     reads the candidates' values for each of 4 digits, and to count what is sent
+ *               place     12 d + 1/2     reads candidates, writes what is sent as a list, and symbols of 4 bits
+ *               code      1/2 + b/8      reads the symbols, writes the streams' words
+ *               write     4 d + 3 b/8    reads the list for the levels' means, and the words; writes the zeroed payload
+ *     decode    check     2 W b/8        reads the payloads for their checksums, and the streams to look at them
+ *               decode    W b/8 + 4      decodes the streams, adds them in rank order, writes the group */
 #include "codec/deadzone.h"
 #include "codec/fits.h"
 #include "dense.cuh"
@@ -19,27 +22,30 @@ namespace {
 
 enum {
     LANES = SID_RANS_LANES,
-    STREAMS = SID_LANES / LANES, /* of a warp */
-    TURNS = 8,                   /* whose symbols a lane has in a word */
-    ROW = LANES * TURNS,         /* elements in a word of each lane */
-    TILE_WORDS = SID_TILE / ROW * LANES,
+    STREAMS = SID_LANES / LANES,         /* of a warp */
+    TURNS = 8,                           /* symbols of 4 bits in a word, which are those of one lane */
+    ROW = LANES * TURNS,                 /* elements in the eight lanes' words: i is in word i % 8, turn i / 8 */
+    TILE_WORDS = SID_TILE / ROW * LANES, /* of a tile's symbols */
     MOST_SYMBOLS = SID_RANS_SYMBOLS,
-    LOWER = SID_AT_ONCE /* levels whose sums are made at once */
+    LOWER = SID_AT_ONCE /* levels whose sums are made in one go: four of the five */
 };
 
 __device__ inline uint32_t stream_of_warp() { return sid_lane() / LANES; }
 __device__ inline uint32_t lane_of_stream() { return sid_lane() % LANES; }
-/* Which lanes of this thread's stream have x. */
+/* Returns a bit for each of the eight lanes of this thread's stream: whether x is set there. The whole warp calls
+ * it. */
 __device__ inline uint32_t ballot_of_stream(bool x) {
     return __ballot_sync(SID_FULL, x) >> stream_of_warp() * LANES & ((1u << LANES) - 1u);
 }
 
 /* ---- encode ------------------------------------------------------------------------------------------------------ */
 
-/* Computes what the last step left of an element. */
+/* Computes what the last step left of an element: acc, less the level that was sent with its sign. */
 struct step_keeping {
-    uint4 edge; /* that there is not: no key is above it */
-    uint32_t level[DEADZONE_LEVELS];
+    uint4 edge;                      /* keys between levels; an unused edge is a key that no element is above */
+    uint32_t level[DEADZONE_LEVELS]; /* magnitudes, as keys */
+    /* Keys above `least` were sent, and that key before element `cut`; from element `limit` on none, for want of
+     * room. */
     uint32_t least, cut, limit;
     template <class Codec> __device__ void begin(const Codec &codec, const sid_state &state) {
         uint32_t above[DEADZONE_LEVELS];
@@ -63,11 +69,12 @@ struct step_keeping {
     }
 };
 
-/* The codec's finish() writes the payload, so that nothing is left to do. */
+/* A crew without write(): deadzone's finish() has written the payload. */
 struct coding_crew : sid_crew {
     typedef step_keeping keeping;
     __device__ coding_crew(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
         : sid_crew(of, shared, is_apart) {}
+    /* Selects several ranks by the same four readings of the candidates. */
     template <uint32_t MANY> __device__ void select_ranks(const uint64_t (&rank)[MANY], sid_pick (&pick)[MANY]) {
         const sid_slots c = slots();
         select_from(
@@ -83,17 +90,19 @@ struct coding_crew : sid_crew {
     __device__ void write(int32_t) const {}
 };
 
-/* In work. Words of a stream are written from its last one to the first, before it is known how many there are, and where in
- * the payload they begin. */
+/* The memory in work that passes between the steps of an encode. A coder goes backward through its elements, so it
+ * writes its words from the last to the first, before it knows how many there are. Each stream therefore has as much
+ * room in `words` as it may need at most (see most), and `write` copies the words to the payload when all lengths are
+ * known. */
 struct coding_room {
-    uint32_t *symbols; /* of ROW elements: a word of each lane, 4 bits a turn */
-    uint32_t *held;    /* of a stream: elements sent, */
-    uint32_t *count;   /* words, with those of the states, */
-    uint32_t *start;   /* where they begin, */
-    uint32_t *state;   /* and the lanes' states */
-    uint32_t *many;    /* of each level */
-    uint16_t *words;
-    uint32_t zero, more; /* bits of an element, and how many more of one that is sent, in units of 2^-16, at most */
+    uint32_t *symbols;   /* of all elements: ROW elements in LANES words, 4 bits each */
+    uint32_t *held;      /* of each stream: how many of its elements are to be sent; 0: it has no words */
+    uint32_t *count;     /* of each stream: its words of 16 bits, with the two for each lane's state */
+    uint32_t *start;     /* of each stream: where in `words` they begin, without the states */
+    uint32_t *state;     /* of each stream: the LANES final states, which a decoder begins with */
+    uint32_t *many;      /* of each level: the number of its elements in the streams that are sent */
+    uint16_t *words;     /* of all streams */
+    uint32_t zero, more; /* at most, in 2^-16 bits: what an element takes, and what one that is sent takes besides */
 
     __device__ void move(const sid_several &k, uint32_t slice) {
         symbols = sid_work_of(k, slice, symbols);
@@ -104,11 +113,13 @@ struct coding_room {
         many = sid_work_of(k, slice, many);
         words = sid_work_of(k, slice, words);
     }
-    /* How many words `all` elements have, `sent` of which are sent, at most. A coder divides a state by the frequency, and the
-     * quotient is at least 16: the rounding adds less than log2(17/16) bits, for which there is an eighth. */
+    /* Returns how many words of 16 bits `all` elements need at most, `sent` of which are sent. The shift by 20 turns
+     * 2^-16 bits into words. A coder divides a state by the frequency, and the quotient is at least 2^16 / 2^12 = 16.
+     * So the rounding adds less than log2(17/16) bits an element; `zero` has 1/8 bit for it. */
     __host__ __device__ uint64_t most(uint64_t sent, uint64_t all) const { return (sent * more + all * zero) >> 20; }
 };
 
+/* The codec, as sparse.cuh wants it. The pass captures candidates and no statistics. */
 struct deadzone {
     enum {
         PASS_BLOCKS = SID_PASS_BLOCKS,
@@ -117,15 +128,18 @@ struct deadzone {
     typedef coding_crew crew;
     typedef sid_pass_task task;
     struct unit {};
-    struct own {
-        uint4 coder[MOST_SYMBOLS];
-        uint32_t edge[DEADZONE_LEVELS], low[DEADZONE_LEVELS], high[DEADZONE_LEVELS]; /* keys */
-        uint64_t limit;
+    struct own {                   /* in shared memory */
+        uint4 coder[MOST_SYMBOLS]; /* a copy of the one below, which each lane reads at an index of its own */
+        /* Keys: those above edge[i] belong to levels above i; level i has those from low[i] to high[i]. */
+        uint32_t edge[DEADZONE_LEVELS], low[DEADZONE_LEVELS], high[DEADZONE_LEVELS];
+        uint64_t limit; /* no element from here on is sent */
     };
     deadzone_form form;
-    uint64_t n, k, streams;
+    uint64_t n, k, streams; /* elements; how many are sent at most; streams of form.stream elements */
     coding_room room;
-    uint4 coder[MOST_SYMBOLS]; /* frequency << 20, 4096 - frequency, inverse, start | shift << 12 | plus << 16 */
+    /* Each symbol's numbers for sid_rans_put: frequency << 20, from where on a state is full; 4096 - frequency; the
+     * inverse; and start | shift << 12 | plus << 16. */
+    uint4 coder[MOST_SYMBOLS];
 
     __device__ void move(const sid_several &of, uint32_t slice) { room.move(of, slice); }
     __device__ uint64_t best() const { return 0; } /* finish() asks for the k largest anyway */
@@ -138,6 +152,8 @@ struct deadzone {
     __device__ void row(const task &, unit &, const float (&)[SID_QUAD], uint32_t) const {}
     __device__ void done(const task &, unit &, const sid_list &, uint64_t) const {}
 
+    /* If the pass has captured fewer than k, because the predicted key was too large, another pass captures all that
+     * are not zero. At each meeting all blocks see what the step before it has written. */
     __device__ bool finish(crew &w, task &r, own &o) const {
         if (w.count < k && w.low > 1) {
             w.lead([&] { r.low = 1; });
@@ -153,18 +169,21 @@ struct deadzone {
         return true;
     }
 
+    /* Zeroes what place and sizes_of count in by atomicAdd. */
     __device__ void clear(const crew &w) const {
         const uint64_t first = (uint64_t)w.block() * SID_BLOCK + threadIdx.x, step = (uint64_t)w.blocks() * SID_BLOCK;
         for (uint64_t t = first; t < streams; t += step) room.held[t] = 0;
         if (first < DEADZONE_LEVELS) room.many[first] = 0;
     }
 
-    /* Selects what is sent, and the edges of the levels. Both are ranks by magnitude among the candidates. */
+    /* Selects what is sent, and the edges of the levels. Both are ranks by magnitude among the candidates, and one
+     * selection finds all of them: rank[0] is that of the smallest one sent, rank[i + 1] that of the edge above level
+     * i. An edge that is not needed has rank 1, so that the selection has something to find; `known` says which are. */
     __device__ void select(crew &w, own &o) const {
         const uint64_t kept = w.count < k ? w.count : k;
-        uint64_t rank[DEADZONE_LEVELS]; /* of the smallest one that is sent, and of the edges */
+        uint64_t rank[DEADZONE_LEVELS];
         sid_pick pick[DEADZONE_LEVELS] = {};
-        uint32_t known = 0; /* a bit for each edge that a rank has */
+        uint32_t known = 0; /* bit i: rank[i] is that of an edge */
         rank[0] = kept;
 #pragma unroll
         for (uint32_t i = 1; i < DEADZONE_LEVELS; i++) {
@@ -189,8 +208,9 @@ struct deadzone {
         });
     }
 
-    /* Puts values and symbols where the sums and the coders read them. Each warp has the symbols of a tile in shared memory until
-     * all of them are there. */
+    /* Writes the values that are sent to list.extra, in index order, and the symbols of all elements to room.symbols. A
+     * warp takes one of its tiles after another, and sets its 4-bit symbols in shared memory, 512 bytes, before it
+     * writes them out as 16 bytes a lane. room.held counts what is sent of each stream; a tile lies in one stream. */
     __device__ void place(crew &w, const own &o) const {
         static_assert(TILE_WORDS == SID_LANES * SID_QUAD && (uint32_t)TILE_WORDS <= (uint32_t)crew::ROOM, "a tile's");
         const uint32_t key = w.s.key;
@@ -232,12 +252,13 @@ struct deadzone {
         }
     }
     struct placing {
-        uint32_t *word;
+        uint32_t *word;      /* this warp's TILE_WORDS in shared memory */
         uint32_t more, same; /* of the candidates before the next one: above the key, and equal to it */
-        uint32_t key, ties;
+        uint32_t key, ties;  /* sent: keys above `key`, and the first `ties` of those with it */
         __device__ uint32_t sent() const { return sid_slot(more, same, ties); }
     };
-    /* A row of candidates of the tile that begins at `first`. */
+    /* Places a row of 128 candidates of the tile that begins at element `first`. As sid_crew::row, it counts those
+     * above the key in the upper 16 bits of a word and those equal to it in the lower. */
     __device__ void row(const crew &w, const own &o, const sid_slot_quad &q, uint64_t first, placing &of) const {
         uint32_t pair = 0;
 #pragma unroll
@@ -264,7 +285,11 @@ struct deadzone {
         of.same += all & 0xffffu;
     }
 
-    /* Each warp codes four streams, from their ends on. */
+    /* Each warp codes four streams at a time, from their last elements to the first. Stream t writes downward from word
+     * `end`: the most that it and all streams before it need, and one word more for each, because most() rounds down.
+     * No stream can reach the words of the one before it, and none waits to learn another's length. In a turn each lane
+     * codes one element. If its state is full, its low 16 bits go to the stream first; a decoder reads forward, so the
+     * words of a turn lie in the order of the lanes. */
     __device__ void code(const crew &w, const own &o) const {
         const uint32_t lane = lane_of_stream(), mine = stream_of_warp();
 #pragma unroll 1
@@ -313,10 +338,12 @@ struct deadzone {
         }
     }
 
-    /* The streams that find room, to the payload; what is in them then says what the levels are. */
+    /* Copies the streams to the payload, as long as they find room, and computes the levels, which are the means of
+     * what is sent. Every block scans the counts of all streams, 256 at a time, so that each knows where a stream
+     * begins. The end of a stream grows with its number: after the first that finds no room none does. */
     __device__ void write(crew &w, own &o) const {
         unsigned long long upto = 0, sent = 0;
-        uint32_t full = 0; /* SID_FULL - the first stream that finds none */
+        uint32_t full = 0; /* SID_FULL less the first stream that finds no room, for block_max; 0: all find room */
         sid_part_sum own = {0};
         for (uint64_t from = 0; from < streams; from += SID_BLOCK) {
             const uint64_t t = from + threadIdx.x;
@@ -357,7 +384,9 @@ struct deadzone {
         seal(w, o, sent, all);
     }
 
-    /* A warp copies a stream's states and words to place `at` of the payload's words, and writes how many there are. */
+    /* Copies a stream's states and words to word `at` of the payload's words, and writes how many there are. One warp
+     * calls it. Words have 16 bits: at its ends a stream shares 32 bits with its neighbours, so it stores half of them
+     * alone. The checksum is a sum over words of 32 bits, to which each half adds its own part. */
     __device__ void copy(uint8_t *payload, uint64_t t, uint32_t at, sid_part_sum &own) const {
         const uint32_t count = room.count[t];
         const uint16_t *const words = room.words + room.start[t];
@@ -381,8 +410,9 @@ struct deadzone {
         own.add(place & ~(uint64_t)3, sid_half_word(place, (uint16_t)count));
     }
 
-    /* The sums of a unit's magnitudes that belong to levels from `first` on (sparse_between); how many they are goes to
-     * room.many. By a warp. */
+    /* Sums the magnitudes of unit u of the list `val`, 1024 of its `count` entries, for SUMS levels from `first` on
+     * (sparse_between), and adds their numbers to room.many. A float32 sum that overflows is made again in float64.
+     * One warp calls it. */
     template <uint32_t SUMS>
     __device__ void sizes_of(const float *val, uint64_t count, uint64_t u, const own &o, uint32_t first,
                              double (&sum)[SUMS]) const {
@@ -414,7 +444,7 @@ struct deadzone {
         }
     }
 
-    /* Levels, header, rule, state, statistics, by one thread. */
+    /* Writes levels, header, rule, state and statistics. sum: of the magnitudes of each level. One thread calls it. */
     __device__ void seal(crew &w, const own &o, uint64_t sent, const double (&sum)[DEADZONE_LEVELS]) const {
         sid_part_sum own = {0};
         uint64_t *const c = w.s.codec;
@@ -446,7 +476,9 @@ struct deadzone {
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
 
-/* For each of 4096 slots the symbol that it belongs to: its frequency << 20 | the slot's place in it << 8 | tag(symbol). */
+/* Writes the decoder's table, 16 KiB in shared memory. A state's low 12 bits are its slot, and each of the 4096 slots
+ * belongs to a symbol: its entry is the symbol's frequency << 20 | the slot's place among the symbol's << 8 |
+ * tag(symbol). The whole block calls it. */
 template <typename F> __device__ inline void fill_slots(const deadzone_form &f, uint32_t *slots, const F &tag) {
     uint32_t start = 0;
     for (uint32_t s = 0; s < deadzone_symbols(&f); s++) {
@@ -459,7 +491,7 @@ template <typename F> __device__ inline void fill_slots(const deadzone_form &f, 
 __device__ inline const uint16_t *halves(const uint8_t *payload, uint64_t at) {
     return (const uint16_t *)(const void *)(payload + at);
 }
-/* Words of the streams before stream t, by a warp. */
+/* Returns how many words the streams before stream t have. `count`: of each stream. One warp calls it. */
 __device__ inline uint64_t words_before(const uint16_t *count, uint64_t t) {
     unsigned long long sum = 0;
     for (uint64_t i = 2 * sid_lane(); i < t; i += 2 * SID_LANES) {
@@ -469,12 +501,13 @@ __device__ inline uint64_t words_before(const uint16_t *count, uint64_t t) {
     return sid_warp_sum(sum);
 }
 
-/* One lane's position in its stream. */
+/* A lane of a stream that is decoded. The eight lanes share the words: `at` is the same in all of them. */
 struct reader {
-    const uint16_t *words; /* of the payload */
-    uint32_t at, end;      /* the next one, and the first that is not read */
-    uint32_t x;
+    const uint16_t *words; /* of all streams of the payload */
+    uint32_t at, end;      /* the word to be read next, and the first that must not be read */
+    uint32_t x;            /* this lane's state */
 
+    /* Begins with the states, two words a lane, that lie at word `first`. */
     __device__ void open(const uint16_t *of, uint32_t first, uint32_t last) {
         words = of;
         at = first + DEADZONE_STATE_WORDS;
@@ -482,7 +515,9 @@ struct reader {
         const uint32_t place = first + 2 * lane_of_stream();
         x = words[place] | (uint32_t)words[place + 1] << 16;
     }
-    /* Reads an element in each lane that has one, and returns its slot's tag. By the whole warp. */
+    /* Decodes an element in each lane that has one (`in`), and returns its symbol's tag. A state that falls below 2^16
+     * takes the next word; lanes that need one in the same turn take words in their order. A sound stream never reads
+     * past `end`; of any other the words there count as 0. The whole warp calls it. */
     __device__ uint32_t turn(const uint32_t *slots, bool in) {
         const uint32_t slot = slots[x & (SID_RANS_TOTAL - 1)];
         const uint32_t left = (slot >> 20) * (x >> SID_RANS_BITS) + (slot >> 8 & 0xfffu);
@@ -497,11 +532,13 @@ struct reader {
     }
 };
 
+/* The rules that a sound payload keeps; sid_dense_check (dense.cuh) calls them. */
 struct body {
     deadzone_form f;
-    uint64_t n, k, streams, bytes;
-    const uint32_t *many; /* of each level of a payload: how many elements it has */
+    uint64_t n, k, streams, bytes; /* bytes: of a payload */
+    const uint32_t *many; /* DEADZONE_LEVELS for each payload: elements of each level, which `look` has counted */
 
+    /* Bytes between levels, counts and words must be 0. */
     __device__ uint32_t word(uint64_t i, uint32_t w, uint32_t &) const {
         uint32_t wrong = 0;
         for (uint32_t c = 0; c < 2; c++) {
@@ -517,6 +554,8 @@ struct body {
     __device__ bool counts(uint64_t count) const { return count <= k; }
     __device__ uint32_t form() const { return SID_FLAG_LEVELS; }
     __device__ bool gathered() const { return true; }
+    /* Levels must ascend, and be 0 if they have no elements. No level has more elements than the ranks of its edges
+     * allow. */
     __device__ int32_t header(const sid_header &h, const sid_payloads &p, uint32_t r, uint32_t) const {
         const uint32_t *const mine = many + r * DEADZONE_LEVELS;
         const uint32_t *const level = (const uint32_t *)(const void *)(p[r] + SID_HEADER_BYTES);
@@ -534,14 +573,18 @@ struct body {
     }
 };
 
+/* A lane counts the elements of the five levels in one word, 6 bits each, for 32 turns: 32 is the most that a count
+ * reaches. A symbol's tag is where its count begins. Zeros count from bit 30 on, and the carry out of bit 31 is
+ * lost. */
 enum {
-    COUNT_BITS = 6,   /* for each level, */
-    COUNT_TURNS = 32, /* and so many turns fit */
-    LOOK_BLOCKS = 4   /* on a multiprocessor */
+    COUNT_BITS = 6,
+    COUNT_TURNS = 32,
+    LOOK_BLOCKS = 4 /* on a multiprocessor */
 };
 
-/* A warp looks at four streams of a payload: whether they begin and end as they should, and how many elements of each level they
- * have; and whether zeros follow the last word. */
+/* Checks the streams before anything is written. A warp takes four streams of a payload: it decodes them to see that
+ * each begins with states in range, ends with 2^16 in every lane at its last word, and has an element that is not zero;
+ * counts the elements of each level; and checks a share of the zeros that follow the last word. */
 __global__ void __launch_bounds__(SID_BLOCK) sid_deadzone_look_kernel(sid_findings found, sid_payloads p, body b) {
     sid_follow();
     __shared__ uint32_t slots[SID_RANS_TOTAL];
@@ -579,7 +622,7 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_deadzone_look_kernel(sid_findin
             for (uint32_t turn = 0; turn < COUNT_TURNS; turn++) {
                 const bool is = (from + turn) * LANES + lane < len;
                 const uint32_t tag = in.turn(slots, is);
-                these += is ? 1u << tag : 0; /* zeros add up to what is cut off */
+                these += is ? 1u << tag : 0;
             }
 #pragma unroll
             for (uint32_t i = 0; i < DEADZONE_LEVELS; i++)
@@ -597,7 +640,7 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_deadzone_look_kernel(sid_findin
         const uint64_t used = words_before(count, b.streams), last = (b.bytes - f.words) / 4;
         for (uint64_t i = used / 2 + first / STREAMS * SID_LANES + sid_lane(); i < last; i += pieces * SID_LANES) {
             const uint32_t two = ((const uint32_t *)(const void *)words)[i];
-            wrong |= 2 * i < used ? two >> 16 : two; /* of an odd number the last word is in the lower half */
+            wrong |= 2 * i < used ? two >> 16 : two; /* the last of an odd number of words is a lower half */
         }
         if (wrong) atomicOr(&found.bad[r], 1u);
     }
@@ -605,16 +648,17 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_deadzone_look_kernel(sid_findin
 
 /* ---- sums */
 
-/* Blocks read streams side by side: `payloads` of `streams` that follow one another, all at once, a tile of each at a time. The
- * symbols go to shared memory, from where they are added payload by payload. If there are more payloads than that, a block
- * has one stream, and reads a tile of some of them after the other, between which the lanes' states wait in work. */
+/* A block decodes up to 32 streams side by side, a tile of each at a time: the same `streams` neighbours of `payloads`
+ * payloads. It writes their symbols to shared memory, and adds them from there payload by payload, because floats are
+ * added in rank order. With more than 32 payloads a block has one stream of each, and takes 32 payloads after another
+ * for each tile; meanwhile the states of the others wait in work. */
 enum {
-    AT_ONCE = SID_WARPS * STREAMS, /* streams that a block reads */
+    AT_ONCE = SID_WARPS * STREAMS, /* streams that a block decodes at once */
     DECODE_BLOCKS = 3              /* on a multiprocessor */
 };
 struct sharing {
-    uint32_t payloads, streams, block; /* block: threads */
-    uint32_t shared;                   /* bytes */
+    uint32_t payloads, streams, block; /* a block takes so many payloads and streams at once, and has so many threads */
+    uint32_t shared;                   /* bytes: slots, symbols, and what each symbol of a payload stands for */
 };
 sharing sharing_of(uint32_t count) {
     const uint32_t streams = count <= AT_ONCE / STREAMS ? STREAMS
@@ -624,11 +668,14 @@ sharing sharing_of(uint32_t count) {
     return {payloads, streams, (all + STREAMS - 1) / STREAMS * SID_LANES,
             4 * (SID_RANS_TOTAL + all * TILE_WORDS + payloads * MOST_SYMBOLS)};
 }
-struct waiting { /* of one stream; at 0: it has no words */
+struct waiting { /* the states of one stream, and its next word; at 0: it has no words */
     uint32_t x[LANES], at;
 };
 
-/* The streams of this block. MEANS: only what was left before, in float64; else returns whether something is. */
+/* Decodes and adds this block's streams, tile by tile, and writes the group. A sum that overflows float32, although its
+ * mean may not, is left out, and the function returns true in that thread. The caller then calls it again with MEANS,
+ * which sums in float64 and writes only those. fill: a payload says that the step is not finite, so NaN is written
+ * everywhere. room: a `waiting` for each payload of each block. */
 template <bool MEANS, class Memory>
 __device__ inline bool add_streams(const sid_group &g, const sid_vectors &vectors, const sid_payloads &p,
                                    const Memory &memory, const deadzone_form &f, const sharing &by, waiting *room,
@@ -660,7 +707,7 @@ __device__ inline bool add_streams(const sid_group &g, const sid_vectors &vector
 #pragma unroll 1
             for (uint32_t base = 0; base < p.count; base += by.payloads) {
                 const bool mine = of < by.payloads && base + of < p.count;
-                if (!fill && !from) { /* where the streams begin */
+                if (!fill && !from) { /* the first tile: find where the streams begin */
                     uint64_t before = 0, upto = 0;
                     for (uint32_t i = 0; i < STREAMS; i++) {
                         const uint32_t other = sid_warp() * STREAMS + i, r = base + other / by.streams;
@@ -782,6 +829,7 @@ __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
 
 sid_sparse_needs needs_of(const sid_plan *p) { return {0, 0, p->k, false, false, false, true}; }
 
+/* Carves what an encode has in work behind the sparse list. */
 coding_room carve(const sid_plan *p, sid_carver *c) {
     const deadzone_form f = deadzone_form_of(p);
     const uint64_t streams = deadzone_streams(p->n, f.stream);
@@ -789,7 +837,7 @@ coding_room carve(const sid_plan *p, sid_carver *c) {
     coding_room r = {};
     for (uint32_t i = 0; i < f.levels; i++) most = f.freq[1 + i] < most || !most ? f.freq[1 + i] : most;
     const uint32_t zero = sid_rans_cost(f.freq[0]), sent = sid_rans_cost(most);
-    r.zero = zero + (1u << 13);
+    r.zero = zero + (1u << 13); /* 1/8 bit: see most */
     r.more = sent > zero ? sent - zero : 0;
     r.symbols = c->take<uint32_t>((p->n + ROW - 1) / ROW * LANES);
     r.held = c->take<uint32_t>(streams);
@@ -801,7 +849,8 @@ coding_room carve(const sid_plan *p, sid_carver *c) {
     return r;
 }
 
-/* The size of work. The rest of it holds streams that wait: at least one for each payload. */
+/* The size of work beyond its head. A decode uses what is behind its findings for streams that wait: one block's at
+ * least. */
 uint64_t work(const sid_plan *p) {
     const uint64_t found = sid_findings_work(DEADZONE_LEVELS), least = found + sizeof(waiting) * SID_MAX_COUNT;
     sid_carver c = {nullptr, sid_sparse_work(p, needs_of(p))};
@@ -809,6 +858,7 @@ uint64_t work(const sid_plan *p) {
     return c.at > least ? c.at : least;
 }
 
+/* Bytes beyond scratch that one of several encodes needs. */
 uint64_t several(const sid_plan *p) {
     sid_carver c = {nullptr, sid_sparse_encode_work(p, needs_of(p))};
     carve(p, &c);

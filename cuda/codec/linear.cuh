@@ -1,6 +1,10 @@
-/* The codecs whose bodies are summed share this file: the end of an encode, and the check of headers. Their checksum
- * covers the header alone, so that a payload is not read for it; but in a world of one, where nothing is summed, all of
- * it. */
+/* The linear codecs, whose bodies the ranks sum before anyone decodes, share the end of an encode and the check:
+ *     seal     writes the header, the bytes after the body, the rule and the state, by one block
+ *     cover    reads the payload for its checksum, in a world of one alone
+ *     check    reads the headers, and those payloads whose checksum covers all of them
+ * A sum of bodies has another checksum than any of them, so it covers the header alone, and a payload is not read for
+ * it. Only if nothing is summed does it cover all bytes. The limit is the latency of a launch, or bandwidth where
+ * payloads are read. */
 #ifndef SID_LINEAR_CUH
 #define SID_LINEAR_CUH
 
@@ -10,15 +14,15 @@ enum {
     SID_SEAL_BLOCK = 64
 };
 
-/* Header, rule, statistics, and the bytes after the body, which begin at byte `used`. */
+/* The arguments of the end of an encode. */
 struct sid_linear_ending {
     sid_scratch *scratch;
     sid_head head;
     uint64_t count; /* elements of the body */
-    float scale;
+    float scale;    /* 1 / world */
     sid_rule rule;
     uint8_t *payload;
-    uint64_t used, bytes;
+    uint64_t used, bytes; /* of the payload: where the body ends, and where the payload does; zeros lie between */
     sid_state *state;
     sid_stats *stats; /* or NULL */
     uint32_t passes;
@@ -31,7 +35,8 @@ inline sid_rule sid_linear_rule(const sid_step &step) {
     return rule;
 }
 
-__device__ inline void sid_linear_end(const sid_linear_ending &e) { /* by a block */
+/* Ends an encode. One block calls it. */
+__device__ inline void sid_linear_end(const sid_linear_ending &e) {
     for (uint64_t i = e.used + threadIdx.x; i < e.bytes; i += blockDim.x) e.payload[i] = 0;
     if (threadIdx.x) return;
     const uint32_t bad = sid_found(&e.scratch->nonfinite);
@@ -121,8 +126,8 @@ inline sid_status sid_linear_covered(const sid_cuda_decoding &c, unsigned long l
     return sid_launch(c.to, "cover", sid_covered_kernel, (uint64_t)k.each * k.count, SID_BLOCK, 0, k, sums);
 }
 
-/* Whether any payload is at fault: the last block tells. Elements that are not finite have been found before, where a memory is to be corrected;
- * else the outputs tell, while they are written. */
+/* Checks the payloads; the last block reports the first one at fault. Elements that are not finite have been found
+ * before, if a memory is to be corrected; else the output finds them while it writes. */
 static __global__ void __launch_bounds__(SID_BLOCK)
     sid_linear_check_kernel(sid_group g, sid_scratch *scratch, sid_covered k, sid_found_part *found, uint64_t count,
                             sid_expect expect, const int32_t *gate, sid_cuda_report *report, sid_state *state) {
@@ -153,7 +158,8 @@ static __global__ void __launch_bounds__(SID_BLOCK)
     if (scratch->go && scratch->nonfinite) state->rule = sid_rule();
 }
 
-/* begun: sid_begin_decode has been called, because something else is seen before. */
+/* begun: sid_begin_decode has been called, because the codec has looked at the payloads before. Else the check does the
+ * same in one more block. */
 inline sid_status sid_linear_check(const sid_cuda_decoding &c, uint64_t count, sid_found_part *found, bool begun) {
     const sid_covered k = sid_covered_of(c);
     return sid_launch(c.to, "check", sid_linear_check_kernel, (uint64_t)k.each * k.count + !begun, SID_BLOCK, 0,

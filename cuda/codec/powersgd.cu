@@ -1,17 +1,21 @@
-/* powersgd (csrc/codec/powersgd.c defines the result, powersgd.h the order of the sums). Each matrix M is sent as two thin
- * factors, P = M Q and Q = M^T P, each summed over the ranks. A pass multiplies parts of M with one factor, and a sum adds up the
- * parts. A group's matrices lie anywhere in its segments, rows at any alignment; a vector travels as it is, and is read
- * like a matrix of POWER_CHUNK columns.
+/* powersgd (csrc/codec/powersgd.c defines the result, powersgd.h the order of the sums). Each m x n matrix M is sent as
+ * two thin factors of r columns, P = M Q and Q = M^T P, each summed over the ranks in a reduction of its own. Warps
+ * multiply parts of M with one factor, and a sum adds up the parts in a fixed order. Matrices lie anywhere in the
+ * group's segments, rows at any alignment; vectors travel as they are, and are read like a matrix of 512 columns.
+ * Bandwidth is the limit; but each warp takes the factors from the caches again, and from r = 16 on the number of these
+ * loads is. orthonormalise has one block for each matrix; about r^2 / 2 barriers, one after another, are its limit.
+ * Bytes per element, float32, residual:
  *
- *     encode     begin, table, prepare (Q's columns to length 1), pass (memory, residual, parts of P), sum, seal
- *     next       look (is the sum of P finite), orthonormalise, strips (parts of Q), sum
- *     decode     begin, table, look, check, output (P Q^T), learn
- *
- * Bytes per float32 element beside a residual: the pass 12, the strips 4 (acc as the memory has stored it; the gradient
- * where none does); decode 4, and 8 more where a memory takes the step back. Beside them, of an m x n matrix and r columns,
- * twice: parts of P 4 r / min(n, 512) and of Q 4 r / min(m, height). Factors come from the caches, a warp's 16 or 32 columns of
- * them for as many rows as registers allow: by the count of loads it is they that take the time from r = 16 on. Sums of a
- * column of P or Q are a block's, one for each matrix. */
+ *     encode     begin, table, prepare    make Q's columns of length 1
+ *                pass            12       reads gradient and acc, writes acc, and parts of P: 4 r / min(n, 512)
+ *                sum, seal                read the parts of P, write P and the header: reduction 0
+ *     next       look, orthonormalise     read P as the ranks have summed it, and write it with orthonormal columns
+ *                strips          4        reads P, and acc, or the gradient if no memory keeps acc; writes parts of Q:
+ *                                         4 r / min(m, height)
+ *                sum                      reads the parts of Q, writes Q: reduction 1
+ *     decode     begin, table, look, check   read headers and factors
+ *                output          4        writes P Q^T; 8 more where a memory takes the step back
+ *                learn                    keeps Q for the next step */
 #include "codec/powersgd.h"
 #include "linear.cuh"
 
@@ -19,37 +23,45 @@ namespace {
 
 /* ---- the group's tensors ------------------------------------------------------------------------------------------- */
 
-struct factors {                                    /* a tensor, or several vectors that follow one another */
-    uint32_t start, rows, cols, last, rank, height; /* last: columns of the last row; rank 0: vectors */
-    uint32_t p, q, kept;                            /* as in sid_matrix */
-    uint32_t pass, strip, out;                      /* warps' tasks of the tensors before it */
-    uint64_t parts_p, parts_q;                      /* where its parts begin, in floats */
+/* A row of the table that says where tensors lie and whose work each task of a warp is. Each row is a matrix, or
+ * vectors that follow one another. `start` is its first element in the group, of rows x cols, the last row of which may
+ * be shorter: `last` columns. Rank 0: vectors. `height`: rows whose products with P make a part of Q
+ * (sid_power_height). */
+struct factors {
+    uint32_t start, rows, cols, last, rank, height;
+    uint32_t p, q, kept; /* as in sid_matrix: where its P and Q begin in the body, and its P in the state, in floats */
+    uint32_t pass, strip, out; /* how many tasks of each kernel the tensors before it have */
+    uint64_t parts_p, parts_q; /* how many floats the parts of the tensors before it take */
 };
 enum {
-    ROWS_OF_TABLE = 60 /* go with a launch, whose arguments take 4 KiB at most */
+    ROWS_OF_TABLE = 60 /* that a launch takes along: its arguments have 4 KiB at most */
 };
 
+/* A task is what a warp does at a time: of the pass, some rows of a chunk of 512 columns; of the strips, `height` rows
+ * of 32 columns; of the output, 32 rows of 32 columns. */
 enum {
-    PASS_ROWS = 4, /* that a warp reads at once: two a half at most */
+    PASS_ROWS = 4, /* that a warp reads at once: two by each half of it */
     STRIP_COLS = 32,
     OUT_ROWS = 32,
     OUT_BLOCKS = 3 /* on a multiprocessor */
 };
 
-/* Rows of a task of the pass: a chunk's worth of elements a row. */
+/* Rows of a task of the pass: 4, or if a row is shorter than a chunk, as many as hold up to four chunks' elements. */
 __host__ __device__ inline uint32_t pass_rows(uint32_t cols) {
     return PASS_ROWS * (cols < POWER_CHUNK ? POWER_CHUNK / cols : 1);
 }
+/* n / of, rounded up. */
 __host__ __device__ inline uint32_t pieces(uint32_t n, uint32_t of) { return n / of + (n % of != 0); }
 __host__ __device__ inline uint32_t chunks_of(const factors &f) { return pieces(f.cols, POWER_CHUNK); }
 
 struct extent {
-    uint32_t count, pass, strip, out;
-    uint64_t parts, p, q; /* floats: of P's or Q's parts, which come one after the other; of the matrices' P and Q */
-    uint32_t most, rank;  /* the most: parts of a sum; columns of a factor */
+    uint32_t count, pass, strip, out; /* rows of the table; tasks of the three kernels */
+    uint64_t parts, p, q;             /* floats: of P's parts or later Q's, in the same place; of all P; of all Q */
+    uint32_t most, rank;              /* the most parts that one sum has; the most columns of a factor */
 };
 
-/* Calls f(factors) for each in order. */
+/* Calls f(factors) for each row of the table, in order, and returns what they come to. Vectors that follow one another
+ * become one row. */
 template <typename F> extent each_tensor(const sid_plan *p, const F &f) {
     const sid_matrix *m = sid_matrices(p);
     extent e = {};
@@ -111,7 +123,8 @@ __global__ void __launch_bounds__(64) sid_power_table_kernel(table_rows rows, ui
     if (threadIdx.x < count) to[threadIdx.x] = rows.row[threadIdx.x];
 }
 
-/* The plan is the host's; its table goes to the device with the launches. */
+/* Writes the table to the device. It goes with the arguments of launches, 60 rows each, because the plan lies in the
+ * host's memory, which an asynchronous copy might read after the call. */
 sid_status put_table(const sid_stream &to, const sid_plan *p, factors *table) {
     table_rows rows;
     uint32_t count = 0;
@@ -133,12 +146,12 @@ sid_status put_table(const sid_stream &to, const sid_plan *p, factors *table) {
 
 struct power {
     const factors *table;
-    uint32_t count, tasks; /* tasks: of the kernel that it goes to */
-    float *parts;
-    float *p, *q;           /* the body's slices */
-    float *next_q;          /* in the state: */
-    float *sent_q, *sent_p; /* NULL: no memory wants to know */
-    float scale, world;
+    uint32_t count, tasks;  /* rows of the table; tasks of the kernel that this goes to */
+    float *parts;           /* in work */
+    float *p, *q;           /* the body's slices: reduction 0 has vectors and P, reduction 1 has Q */
+    float *next_q;          /* in the state: Q that the next step begins with, */
+    float *sent_q, *sent_p; /* and what this rank sent, for the residual; NULL: no memory wants to know */
+    float scale, world;     /* 1 / world; ranks */
 };
 
 struct places {
@@ -170,7 +183,9 @@ power power_of(const sid_cuda_encoding &c, const extent &e, const places &w) {
             (float)c.step.world};
 }
 
-/* The tensor that a task belongs to: the last one whose first is not above it, which never has none. */
+/* Returns the tensor that a task belongs to: the last one with `first` <= task. `first` is a member of factors that
+ * counts the tasks (or floats) of the tensors before it. A tensor without any has the `first` of the next one, so it is
+ * never the last. */
 __device__ inline const factors &tensor_of(const power &c, uint32_t factors::*first, uint64_t task) {
     uint32_t lo = 0, hi = c.count;
     while (hi - lo > 1) {
@@ -183,23 +198,26 @@ __device__ inline const factors &tensor_of(const power &c, uint32_t factors::*fi
     return c.table[lo];
 }
 
+/* NaN and Inf stay, so that the sum over the ranks shows them. */
 __device__ inline float clamped(float x, float max) {
     return sid_key(x) >= SID_KEY_INF ? x : x > max ? max : x < -max ? -max : x;
 }
+/* NaN becomes the one NaN that the CPU writes, too. */
 __device__ inline float one_nan(float x) { return sid_key(x) > SID_KEY_INF ? sid_bits_f32(0x7fc00000u) : x; }
 
-/* Elements of a tensor from row `first`, column `from` on to those that end before row `last`, column `to`: where they lie
- * in one segment, the address that its element 0 would have there. */
+/* For the rows from `first` up to `last` of the columns from `from` up to `to`: if all of them lie in one segment,
+ * returns the address that the tensor's element 0 would have in it, else NULL. A kernel has a quick path for the first
+ * case. */
 __device__ inline const char *base_of(const sid_group &g, const factors &f, uint32_t first, uint32_t from,
                                       uint32_t last, uint32_t to) {
-    const uint32_t stop = last == f.rows && to > f.last ? f.last : to; /* all of it may be short of `from` */
+    const uint32_t stop = last == f.rows && to > f.last ? f.last : to; /* may be before `from` */
     const uint64_t start = g.before + f.start;
     const uint64_t lo = start + (uint64_t)first * f.cols + from, hi = start + (uint64_t)(last - 1) * f.cols + stop;
     const uint32_t seg = sid_find_segment(g.start, g.n_seg, lo);
     if (!g.seg || hi > g.start[seg + 1]) return nullptr;
     return (const char *)g.seg[seg].ptr + ((int64_t)start - (int64_t)g.start[seg]) * (int64_t)sid_width(g.dtype);
 }
-/* Element `offset` of it. */
+/* Returns the address of a tensor's element `offset`; QUICK: from base_of's. */
 template <bool QUICK>
 __device__ inline char *place_of(const sid_group &g, const factors &f, const char *base, uint32_t offset) {
     if (QUICK) return (char *)base + (uint64_t)offset * sid_width(g.dtype);
@@ -207,22 +225,26 @@ __device__ inline char *place_of(const sid_group &g, const factors &f, const cha
     const uint32_t seg = sid_find_segment(g.start, g.n_seg, i);
     return (char *)g.seg[seg].ptr + (i - g.start[seg]) * sid_width(g.dtype);
 }
-/* The first row up to `end` that has no element in column col, which is to be below `to`. */
+/* Returns up to which row, `end` at most, column `col` has elements: the last row may be shorter. 0 if col >= to. */
 __device__ inline uint32_t rows_of(const factors &f, uint32_t col, uint32_t to, uint32_t end) {
     return col >= to ? 0 : end - (end == f.rows && col >= f.last);
 }
+/* Loads an element that nothing reads again soon. */
 __device__ inline float load_once(const char *p, sid_dtype d) {
     return d == SID_F32 ? __ldcs((const float *)p) : sid_decode_half(__ldcs((const uint16_t *)p), d);
 }
 
 /* ---- sums of columns ----------------------------------------------------------------------------------------------- */
 
+/* A block of 1024 threads has a column of P or Q, n floats. Its elements are in units of 256, unit u belongs to strand
+ * u % 32 (powersgd.h), and each strand is a warp. So the sums have the CPU's order. */
 enum {
-    COLUMN_BLOCK = POWER_STRANDS * SID_LANES, /* a warp a strand */
-    AT_ONCE = 4
+    COLUMN_BLOCK = POWER_STRANDS * SID_LANES,
+    AT_ONCE = 4 /* columns whose sums share the two barriers of a join */
 };
 
-/* Calls f(i) for this thread's elements of a column, which are no other's. */
+/* Calls f(i) for this thread's elements of a column. Every function here gives a thread the same ones, so that it may
+ * read what it wrote itself without a barrier. */
 template <typename F> __device__ inline void each_own(uint64_t n, const F &f) {
     for (uint64_t unit = sid_warp() * POWER_UNIT; unit < n; unit += POWER_STRANDS * POWER_UNIT)
 #pragma unroll
@@ -232,15 +254,17 @@ template <typename F> __device__ inline void each_own(uint64_t n, const F &f) {
         }
 }
 
+/* Returns the sum over a warp's lanes, added in halves, in every lane. */
 __device__ inline double halves(double x) {
     for (uint32_t d = SID_LANES / 2; d; d /= 2) x += __shfl_xor_sync(SID_FULL, x, d);
     return x;
 }
 
-/* The block's sums to shared memory, `count` of them. */
-struct strands {
+struct strands { /* shared memory: of each sum the part of each strand */
     double part[AT_ONCE][POWER_STRANDS];
 };
+/* Adds up a block's `count` sums, of which each thread has its part in `sum`, and writes them to `to` in shared memory.
+ * All threads may read them afterward. */
 template <uint32_t N> __device__ inline void join(strands &s, const double (&sum)[N], uint32_t count, double *to) {
 #pragma unroll
     for (uint32_t b = 0; b < N; b++)
@@ -256,7 +280,7 @@ template <uint32_t N> __device__ inline void join(strands &s, const double (&sum
     __syncthreads();
 }
 
-/* Sums of the squares of `count` columns of n. */
+/* Writes the sums of the squares of `count` <= AT_ONCE columns, n floats each, to `to` in shared memory. */
 __device__ inline void squares(strands &s, const float *columns, uint64_t n, uint32_t count, double *to) {
     double sum[AT_ONCE] = {};
     each_own(n, [&](uint64_t i) {
@@ -269,12 +293,14 @@ __device__ inline void squares(strands &s, const float *columns, uint64_t n, uin
     });
     join(s, sum, count, to);
 }
+/* Divides a column of n floats. */
 __device__ inline void divide(float *x, uint64_t n, double by) {
     each_own(n, [&](uint64_t i) { x[i] = (float)((double)x[i] / by); });
 }
 
-/* The start of the matrices' steps, a block each: columns of length 1, others drawn; and zeros where the next
- * reduction's slice will be. */
+/* Begins a step of each matrix, a block for each: scales the columns of next_q to length 1. A column of zeros, as all
+ * are in the first step, is drawn: each element is the number of ones among 64 random bits, less 32. Also zeroes the
+ * slice of reduction 1, so that the payload is defined until next() writes it. */
 __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
     sid_power_prepare_kernel(const sid_scratch *scratch, power c, sid_draw d) {
     sid_follow();
@@ -307,7 +333,7 @@ __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
                     squares(s, x, n, 1, again);
                     length = sqrt(again[0]);
                     if (!(length > 0)) {
-                        if (threadIdx.x == 0) x[0] = 1; /* its own */
+                        if (threadIdx.x == 0) x[0] = 1; /* thread 0 divides x[0], too: no barrier is needed */
                         length = 1;
                     }
                 }
@@ -318,7 +344,10 @@ __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
     }
 }
 
-/* The ranks' sum of P, a block a matrix; what the memory will want to know of it is copied. */
+/* Makes the columns of P, which the ranks have summed, orthonormal by Gram-Schmidt, a block for each matrix: column k
+ * is scaled, loses its parts along the columns before it, twice, because once leaves what float32 rounds away, and is
+ * scaled again. If less than 1e-6 of its length is left, it lies in the span of those before it and becomes 0. The
+ * residual needs P in the next step, so it is copied to sent_p. */
 __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
     sid_power_orthonormalise_kernel(const sid_scratch *scratch, power c) {
     sid_follow();
@@ -374,8 +403,9 @@ __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
 
 /* ---- the pass ---------------------------------------------------------------------------------------------------------- */
 
-/* The shape of a pass by half a warp: R rows, with DEEP times 16 columns of each in flight. MOST is the number of columns
- * of a factor in one go. If there are more, gradient and acc are read again, from a near cache. */
+/* The shape of the pass. Half a warp takes R rows at a time, and loads DEEP times 16 columns of them before it uses the
+ * first. It multiplies them with MOST columns of Q in one go, whose sums are in registers. If a factor has more
+ * columns, AGAIN, the rows are read again, from a near cache. */
 template <uint32_t RANKS> struct pass_shape {
     enum {
         MOST = RANKS,
@@ -390,6 +420,8 @@ template <class Memory, class Shape> struct pass_blocks { /* on a multiprocessor
     };
 };
 
+/* One task of the pass: rows of a chunk of up to 512 columns. Makes acc of gradient and residual, stores it, and writes
+ * the products of each row with Q's columns over this chunk, a part of P. Vectors go to the body at once. */
 template <class Memory, class Shape> struct tensor_pass {
     enum {
         R = Shape::R,
@@ -402,9 +434,11 @@ template <class Memory, class Shape> struct tensor_pass {
     const power &c;
     const sid_rule rule;
     const factors f;
-    uint32_t bad;
+    uint32_t bad; /* elements that are not finite */
 
-    /* Replaces x by what the last step left of it, for rows from `row` and columns from `col` on. */
+    /* Replaces x, the acc of the last step, by what that step left of it: of a matrix x - P Q^T, with what this rank
+     * sent; of a vector, which was sent as it is, what clamping and rounding left. x[i][d] is row row + i, column col +
+     * 16 d. */
     __device__ void keep(float (&x)[R][DEEP], uint32_t row, uint32_t end, uint32_t col, uint32_t to) const {
         if (rule.scale == 0) return;
         if (!f.rank) {
@@ -436,7 +470,7 @@ template <class Memory, class Shape> struct tensor_pass {
             for (uint32_t d = 0; d < DEEP; d++) x[i][d] -= sum[i][d];
     }
 
-    /* Rows first to end of a chunk. */
+    /* Does rows first to end - 1 of a chunk, four at a time: the halves of a warp have two each. */
     template <bool QUICK> __device__ void rows(uint32_t chunk, uint32_t first, uint32_t end, const char *base) {
 #pragma unroll 1
         for (uint32_t top = first; top < end; top += 2 * R) {
@@ -447,7 +481,9 @@ template <class Memory, class Shape> struct tensor_pass {
         }
     }
 
-    /* Their products with MOST columns of Q. FIRST: the memory has its turn. */
+    /* Multiplies rows from `top` on with MOST columns of Q, from column k0 on. FIRST: computes and stores acc, too;
+     * later calls read acc as it was stored, or the gradient where no memory keeps acc. A value that is not finite goes
+     * into the product as it is, though the memory takes it for 0: then the ranks' sum shows it. */
     template <bool QUICK, bool FIRST>
     __device__ void columns(uint32_t chunk, uint32_t top, uint32_t end, const char *base, uint32_t k0) {
         const uint32_t lane = sid_lane() % LANES, from = chunk * POWER_CHUNK, row = top + sid_lane() / LANES * R;
@@ -555,15 +591,17 @@ __global__ void __launch_bounds__(SID_BLOCK, (pass_blocks<Memory, Shape>::N))
 
 /* ---- parts of Q -------------------------------------------------------------------------------------------------------- */
 
+/* The shape of the strips: a lane has one column of M, whose products with up to MOST columns of P are in registers. */
 template <uint32_t RANKS> struct strip_shape {
     enum {
-        MOST = RANKS,
+        MOST = RANKS,                /* at least the columns of any factor */
         STAGED = RANKS > 4 ? 8 : 32, /* rows of P in shared memory */
-        BLOCKS = RANKS > 16 ? 2 : 4
+        BLOCKS = RANKS > 16 ? 2 : 4  /* on a multiprocessor */
     };
 };
 
-/* A block of rows, 32 columns of it: STORED: of acc, as the memory has it. */
+/* One task of the strips: `height` rows of 32 columns of M, a lane each. Writes the sum of the rows times P, a part of
+ * Q. M is acc as the memory stores it (STORED), else the gradient. */
 template <bool STORED, class Shape> struct stripper {
     enum {
         DEEP = 8
@@ -572,8 +610,9 @@ template <bool STORED, class Shape> struct stripper {
     const float *acc;
     const power &c;
     const factors f;
-    float *stage; /* this warp's: columns of row r from r * MOST on */
+    float *stage; /* this warp's shared memory: STAGED rows of P, MOST floats each */
 
+    /* Does rows first to end - 1 of column `col`; block: the number of the part. */
     template <bool QUICK>
     __device__ void rows(uint32_t block, uint32_t col, uint32_t first, uint32_t end, const char *base) const {
         float sum[Shape::MOST] = {};
@@ -646,6 +685,7 @@ __global__ void __launch_bounds__(SID_BLOCK, Shape::BLOCKS)
 
 /* ---- sums of parts ------------------------------------------------------------------------------------------------------ */
 
+/* Adds up parts `from` to end - 1 of a number, which lie `apart` floats from one another. */
 __device__ inline float group_sum(const float *part, uint64_t apart, uint32_t from, uint32_t end) {
     float sum = 0;
 #pragma unroll 8
@@ -654,11 +694,13 @@ __device__ inline float group_sum(const float *part, uint64_t apart, uint32_t fr
 }
 
 enum {
-    SUM_GROUPS = 64 /* in shared memory */
+    SUM_GROUPS = 64 /* groups of 32 parts whose sums are in shared memory at once */
 };
 
-/* Each number of P (Q: of Q) from its parts, times scale. FEW: a thread each; else a block 32 of them, a warp a group of
- * parts. */
+/* Makes each of `count` numbers of P (Q: of Q) from its parts, times 1 / world: parts in groups of 32, then the groups,
+ * so that the order does not depend on who adds. FEW, up to 128 parts: a thread has a number. Else a block has 32
+ * numbers, a lane each, and its warps share the groups. Q: if the ranks' sum of P was not finite, Q is NaN and the rule
+ * stays. */
 template <bool Q, bool FEW>
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_power_sum_kernel(const sid_scratch *scratch, power c, uint64_t count, sid_state *state, sid_rule rule) {
@@ -727,7 +769,8 @@ sid_status sum_parts(const sid_cuda_encoding &c, const extent &e, const power &x
 
 /* ---- encode ------------------------------------------------------------------------------------------------------------- */
 
-/* Whether x, n floats of each of `count` payloads, has what is not finite. */
+/* Sets *found if one of the n floats at x, of any of `count` payloads, is not finite. stride: bytes between
+ * payloads. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_power_look_kernel(const uint8_t *x, uint64_t stride, uint32_t count, uint64_t n, uint32_t *found) {
     sid_follow();
@@ -741,12 +784,14 @@ sid_status look(const sid_stream &to, const uint8_t *x, uint64_t stride, uint32_
                       0, x, stride, count, n, found);
 }
 
+/* Calls f with the shapes for factors of up to `rank` columns: pass and strips. */
 template <typename F> sid_status with_rank(uint32_t rank, const F &f) {
     return rank > 16  ? f(pass_shape<8>(), strip_shape<POWER_RANK>())
            : rank > 4 ? f(pass_shape<8>(), strip_shape<16>())
                       : f(pass_shape<4>(), strip_shape<4>());
 }
 
+/* Writes the slice of reduction 1: `next`, or the end of an encode in a world of one. */
 sid_status second(sid_cuda_encoding &c, const extent &e, power x) {
     const sid_plan *p = c.plan;
     sid_status s = look(c.to, (const uint8_t *)x.p, 0, 1, p->first, &c.scratch->codec[0]);
@@ -791,7 +836,7 @@ sid_status encode(sid_cuda_encoding &c) {
     if (s || c.settles) return s;
     const bool more = p->sizes.reductions > 1, one_rank = c.step.world == 1;
     if (e.q) s = sum_parts<false>(c, e, x, {});
-    /* until the last reduction it may still be that nothing is sent */
+    /* The rule comes with the last reduction: before it the ranks may still find that nothing is sent. */
     if (!s) s = sid_linear_seal(c, p->k, more ? sid_rule() : sid_linear_rule(c.step), more && one_rank ? 2 : 1);
     if (!s && more && one_rank) s = second(c, e, x);
     return s ? s : sid_linear_cover(c);
@@ -815,6 +860,8 @@ struct bodies {
     }
 };
 
+/* One task of the output: 32 rows of 32 columns, a lane each, DEEP rows at a time. Adds the payloads' P Q^T, or their
+ * vectors, and writes the mean; or, with `looks`, only says whether it is finite. */
 template <class Memory> struct writer {
     enum {
         DEEP = 8
@@ -824,9 +871,9 @@ template <class Memory> struct writer {
     const sid_vectors &vectors;
     const Memory &memory;
     const factors f;
-    float *stage; /* this warp's: DEEP rows of P, from k * DEEP on */
-    const float factor;
-    const bool looks, undo; /* looks: writes nothing */
+    float *stage;           /* this warp's shared memory: DEEP rows of P, column k from k * DEEP on */
+    const float factor;     /* what a sum is to be multiplied by (sid_linear_factor) */
+    const bool looks, undo; /* looks: writes nothing; undo: takes the gradient out of the memory again */
     bool bad;
 
     template <bool QUICK> __device__ void rows(uint32_t col, uint32_t first, uint32_t end, const char *base) {
@@ -892,7 +939,8 @@ template <class Memory> struct writer {
     }
 };
 
-/* looks: for what several payloads may add up to; before the check, for whose result this is not to wait. */
+/* Writes the group. looks: runs before the check and writes nothing, but sets scratch->nonfinite, because sums of
+ * several finite payloads may overflow, and a memory must know before the gradient is overwritten. */
 template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, OUT_BLOCKS)
     sid_power_output_kernel(sid_group g, sid_scratch *scratch, bodies b, sid_vectors vectors, Memory memory,
@@ -923,7 +971,7 @@ __global__ void __launch_bounds__(SID_BLOCK, OUT_BLOCKS)
     if (bad && !looks && !Memory::VECTORS) report->nonfinite = 1;
 }
 
-/* Q of the next step is this one's. */
+/* Keeps the mean Q, n floats, for the next step to begin with. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_power_learn_kernel(const sid_scratch *scratch, const sid_cuda_report *report, const float *q, float *next_q,
                            uint64_t n) {

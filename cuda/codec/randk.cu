@@ -1,33 +1,40 @@
-/* randk, randk-own (csrc/codec/randk.c defines the result). Bytes per float32 element with a residual, density d, 4-byte
- * values:
- *     encode   12 + 4 d        the floor of error feedback; what is drawn of 4096 elements meets them in shared memory
+/* randk, randk-own (csrc/codec/randk.c defines the result). k elements are drawn, the same number of each 4096 but for
+ * rounding, and only their values travel, because a reader draws the same ones again. A block of threads takes 4096
+ * elements at a time: it makes acc in registers, writes it to memory and to shared memory, draws, and writes the drawn
+ * values. A decode draws for each payload, adds in shared memory in rank order, and writes the group once. Bandwidth is
+ * the limit at low densities. Bytes per float32 element with a residual, density d, 4-byte values, W payloads:
+ *     encode   12 + 4 d        reads gradient and acc, writes acc and values
  *     decode    4 + 4 W d      and 4 W d before it where payloads are gathered, to check them, or where a memory makes an
- *                              all-reduced one be looked at first
- * A block of threads takes 4096 elements at a time. Floyd's loop goes side by side: round i takes its t unless t has been
- * taken before it, that is if an earlier round drew t too, or if t is what an earlier round fell back to; then it falls
- * back to j = base + i, which is new. So of each t the first round that drew it is noted, and a round that drew the
- * fallback of another asks whether that one fell back: a chain of ever earlier rounds, two or three long at most as a
- * rule, since each link has a probability of at most a half. */
+ *                              all-reduced one be looked at first */
 #include "dense.cuh"
 #include "linear.cuh"
 
 namespace {
 
 enum {
-    PART = SID_DECODE_TILE,            /* elements */
-    ROWS = PART / SID_ROW / SID_WARPS, /* of a thread */
+    PART = SID_DECODE_TILE,            /* elements that a block takes at a time: 4096 */
+    ROWS = PART / SID_ROW / SID_WARPS, /* rows of 128 of them that a warp has, so quads that a thread has: 4 */
     PART_BLOCKS = 3,                   /* on a multiprocessor: 37 KB of shared memory each */
-    VALUES = 1,                        /* parameters */
+    VALUES = 1,                        /* places of parameters */
     SCALING
 };
+/* The block of the random stream that says how the remainder of k is spread; elements draw from block 0 on. */
 #define OFFSET_AT (1ull << 62)
 
 /* ---- which elements ---------------------------------------------------------------------------------------------- */
 
+/* Floyd's algorithm draws `rounds` of `len` elements without repeats, with base = len - rounds: round i draws t from 0
+ * to base + i, and takes it, unless an earlier round has taken t; then it falls back to base + i, which is new. Here
+ * all rounds run side by side. An earlier round has taken t if it drew t, so drew[t] notes the first round that did; or
+ * if it is round j = t - base and fell back to t. Whether j fell back is the same question again: a chain of ever
+ * earlier rounds, two or three long at most as a rule, since each link has a probability of at most a half. */
+
+/* A block's draw, in shared memory. `drew` and `taken` are left as `start` makes them, so that the next draw can
+ * begin. */
 struct choice {
-    uint32_t drew[PART];       /* the first round that drew it; SID_FULL: none. All of it between two draws */
-    uint16_t t[PART / 2];      /* what each round drew */
-    uint32_t taken[PART / 32]; /* bits; 0 between two draws */
+    uint32_t drew[PART];       /* of each element: the first round that drew it; SID_FULL: none */
+    uint16_t t[PART / 2];      /* what each round drew; there are at most half as many rounds as elements */
+    uint32_t taken[PART / 32]; /* a bit for each element: it was drawn */
     uint32_t part[SID_LANES + 1];
 };
 __device__ inline void start(choice &s) {
@@ -36,6 +43,7 @@ __device__ inline void start(choice &s) {
     __syncthreads();
 }
 
+/* Whether round i falls back to base + i, because an earlier round has taken what it drew. */
 __device__ inline bool falls_back(const choice &s, uint32_t i, uint32_t base) {
     for (;;) {
         const uint32_t t = s.t[i];
@@ -45,8 +53,9 @@ __device__ inline bool falls_back(const choice &s, uint32_t i, uint32_t base) {
     }
 }
 
-/* Calls f(entry of the body, index in the part) for what is drawn of the elements offset .. offset + len, by the whole
- * block; k * n is below 2^64. */
+/* Calls f(entry of the body, index in the part) for each element drawn of those from `offset` to offset + len - 1. n:
+ * elements of the group, k of which are drawn; k * n is below 2^64. If more than half are drawn, the others are
+ * (`rest`), and what remains is sent in index order. The whole block calls it. */
 template <typename F>
 __device__ inline void choose(choice &s, uint64_t n, uint64_t k, const sid_draw &d, uint64_t offset, uint32_t len,
                               const F &f) {
@@ -91,16 +100,19 @@ __device__ inline void choose(choice &s, uint64_t n, uint64_t k, const sid_draw 
 /* ---- values ------------------------------------------------------------------------------------------------------ */
 
 struct values {
-    bool half;
-    float times; /* n/k or 1 */
+    bool half;   /* float16, else float32 */
+    float times; /* n/k, which makes the draw unbiased, or 1 */
 
-    __device__ float scaled(float x, float s) const { /* what a body carries, before it is rounded to halves */
+    /* Returns what a body carries for x, before it is rounded to float16: x * s * times, clamped so that a sum over the
+     * ranks does not overflow. s: 1 / world, or 1. */
+    __device__ float scaled(float x, float s) const {
         const bool one_rank = s == 1.0f;
         const float most = half                        ? (one_rank ? 65504.0f : 65376.0f) / times
                            : one_rank && times == 1.0f ? 3.402823466e38f
                                                        : sid_bits_f32(0x7f7c0000u) / times;
         return (x > most ? most : x < -most ? -most : x) * (s * times);
     }
+    /* Returns what the last step sent of x. */
     __device__ float sent(float x, const sid_rule &rule) const {
         const float y = scaled(x, rule.scale);
         return (half ? sid_from_f16(sid_to_f16(y)) : y) * rule.inverse;
@@ -129,7 +141,8 @@ struct coder {
 #define PART_RESIDENT PART_BLOCKS
 #endif
 
-/* SLICES: several.count of them. */
+/* The pass. With a residual it draws twice: the last step's elements, to subtract what was sent, then this step's.
+ * SLICES: for each of several.count slices. */
 template <class Memory, bool SLICES>
 __global__ void __launch_bounds__(SID_BLOCK, PART_RESIDENT)
     sid_randk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
@@ -193,7 +206,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_RESIDENT)
             for (uint32_t r = 0; r < ROWS; r++)
                 held[mine + r * SID_LANES] = make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
             __syncthreads();
-            /* The draw is read here, and not kept: registers are few. */
+            /* The last draw is read from the state here, because registers are few. */
             choose(s, g.n, o.k, state->draw, offset, len, [&](uint64_t, uint32_t e) { x[e] -= o.v.sent(x[e], rule); });
         }
         if (late) gradient();
@@ -237,7 +250,8 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_RESIDENT)
     if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
 }
 
-/* A value that is not finite may be at an element that is not drawn. A sum of bodies shows it by NaN throughout. */
+/* If any element is not finite, drawn or not, the body becomes NaN throughout, so that the sum of the bodies shows
+ * it. */
 __global__ void __launch_bounds__(SID_BLOCK) sid_randk_nonfinite_kernel(const sid_scratch *scratch, coder o) {
     sid_follow();
     if (!scratch->ready || !scratch->nonfinite) return;
@@ -325,7 +339,8 @@ struct body {
     }
 };
 
-/* The payloads together over one part, in `out`, which is zero. By the whole block. */
+/* Adds what the payloads have for the elements from `offset` to offset + len - 1 to `out` in shared memory, which is
+ * zero. The whole block calls it. */
 __device__ inline void add(choice &s, const sid_payloads &p, const body &b, uint64_t offset, uint32_t len, float *out) {
     for (uint32_t r = 0; r < p.count; r++) {
         const sid_header &h = p.head(r);
@@ -341,7 +356,7 @@ __device__ inline void add(choice &s, const sid_payloads &p, const body &b, uint
     }
 }
 
-/* Before anything is written, where a memory would have to be corrected: whether a sum is finite. */
+/* Says whether all sums are finite, before anything is written, for a memory that would have to be corrected. */
 __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     sid_randk_look_kernel(sid_scratch *scratch, sid_payloads p, body b) {
     sid_follow();
@@ -360,8 +375,9 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     if (bad) scratch->nonfinite = 1; /* every writer writes the same */
 }
 
-/* The quads of this block that the decode has left: what is not finite of them is averaged in float64, payload by payload. Rare,
- * so it adds up all payloads again for each row, which takes no more registers than the decode has. */
+/* Writes the quads of this block that the decode has left out because their sums overflow float32: averages them in
+ * float64, payload by payload. This is rare, so it adds up all payloads again for each row, which takes no more
+ * registers than the decode has. */
 template <class Memory>
 __device__ inline void sid_randk_means(choice &s, float4 (&held)[PART / SID_QUAD], const sid_group &g,
                                        const sid_vectors &vectors, const sid_payloads &p, const Memory &memory,

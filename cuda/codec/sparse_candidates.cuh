@@ -1,4 +1,7 @@
-/* The candidates that a pass has captured (csrc/codec/sparse.h, sparse_work); and the next pass, where they do not suffice. */
+/* The candidates that a pass has captured (csrc/codec/sparse.h, sparse_work), and another pass, if they do not suffice:
+ * the predicted key was too large, or there was none, as in the first step. It reads acc as it is stored, 4 bytes an
+ * element, and writes candidates to the slots of their tiles, 6 bytes each, as the first pass did (sparse_pass.cuh). A
+ * warp takes every eighth of its block's tiles. Bandwidth is the limit. */
 #ifndef SID_SPARSE_CANDIDATES_CUH
 #define SID_SPARSE_CANDIDATES_CUH
 
@@ -6,17 +9,18 @@
 #include "sparse_select.cuh"
 
 struct sid_candidates : sid_selection {
-    uint64_t count;
-    uint32_t low;   /* keys from here on were captured, */
-    bool compacted; /* or of those the best alone, for want of room */
+    uint64_t count; /* of all blocks' candidates */
+    uint32_t low;   /* keys from here on are candidates */
+    bool compacted; /* the CPU had no room for all that were captured, and keeps the best */
     uint32_t passes;
 
     __device__ sid_candidates(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
         : sid_selection(of, shared, is_apart), count(0), low(0), compacted(false), passes(1) {}
 
+    /* How many candidates a tile has. Tiles behind the group, up to a whole chunk, have none. */
     __device__ uint32_t held(uint64_t tile) const { return tile * SID_TILE < f.n ? f.list.held[tile] : 0; }
 
-    /* Another pass, over acc as it is stored. */
+    /* Makes another pass, as the task r says. */
     template <class Codec> __device__ void pass_again(const Codec &codec, const typename Codec::task &r) {
         meet(); /* others may still read what it overwrites */
         for (uint64_t tile = first + sid_warp(); tile < last; tile += SID_WARPS) {

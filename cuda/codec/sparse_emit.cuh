@@ -1,4 +1,7 @@
-/* Writes the entries that are sent, and what follows when all blocks know them: means, header, rule and state. */
+/* The end of an encode. `send` decides which candidates are sent. When all blocks have written their entries, write_pairs
+ * computes the two means of 2-bit values and writes the codes, and seal writes the header, the rule and the state, in
+ * block 0 alone. Each sum of values reads list.extra, 4 bytes an entry; the checksum reads the numbers of entries of the
+ * wire tiles. The limit is latency: a meeting of all blocks for each sum. */
 #ifndef SID_SPARSE_EMIT_CUH
 #define SID_SPARSE_EMIT_CUH
 
@@ -8,7 +11,9 @@ struct sid_emission : sid_candidates { /* sparse_slots.cuh stands on it */
     __device__ sid_emission(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
         : sid_candidates(of, shared, is_apart) {}
 
-    /* sparse_emit_from and sparse_emit: settle what is sent, and the rule. */
+    /* Decide what is sent, as sparse_emit_from and sparse_emit do; sid_crew::write writes it. send_from: all candidates
+     * with this key or a larger one, `found` of them. send: those above pick.key, and the first `take` of those that
+     * have it. found: elements that the codec's threshold passes; flags: of the header. */
     __device__ void send_from(uint32_t key, uint64_t found, uint32_t flags) {
         lead([&] {
             s.chosen = {key, 0};
@@ -31,9 +36,9 @@ struct sid_emission : sid_candidates { /* sparse_slots.cuh stands on it */
         });
     }
 
-    /* The sum of the magnitudes with key >= from among those sent. *count: how many they are. */
+    /* Returns the sum of the magnitudes with key >= from among the `sent` entries, and their number in *count. */
     __device__ double size_from(uint64_t sent, uint32_t from, uint64_t *count) {
-        double sum[2]; /* the second one of counts: exact */
+        double sum[2]; /* the second one is their number, which is exact in float64 */
         total(
             sid_tiles(sent),
             [&](uint64_t u, double (&x)[2]) { x[0] = sid_size_of(f.list.extra, sent, u, from, &x[1]); }, sum);
@@ -41,7 +46,8 @@ struct sid_emission : sid_candidates { /* sparse_slots.cuh stands on it */
         return sum[0];
     }
 
-    /* Values of 2 bits, when all blocks know what is sent: a word of 16 by each thread (csrc/codec/sparse_emit.c, levels_of). */
+    /* Writes values of 2 bits (csrc/codec/sparse_emit.c, levels_of): two means first, then a thread writes a word of 16
+     * codes. `own`: this thread's share of the checksum. */
     __device__ void write_pairs(uint64_t sent, sid_part_sum &own) {
         meet();
         uint64_t count, many;
@@ -61,7 +67,8 @@ struct sid_emission : sid_candidates { /* sparse_slots.cuh stands on it */
         }
     }
 
-    /* Header, rule, state, statistics. */
+    /* Writes header, rule, state and statistics, after a meeting: all entries are in the payload. side: see
+     * sid_side. */
     __device__ void seal(uint64_t sent, int32_t side) {
         const sid_body &b = f.body;
         float scale = s.threshold, mean = 0;

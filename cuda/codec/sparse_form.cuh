@@ -1,4 +1,6 @@
-/* The layout of a sparse codec's work and body, and the values of its elements (csrc/codec/sparse_form.h). */
+/* The layout of a sparse codec's work and body, and the arithmetic of one element (csrc/codec/sparse_form.h). No kernel
+ * is here. An encode writes candidates to slots in the pass, reads them in the finish, and writes the body: the number
+ * of entries of each wire tile (65536 elements), then indices, then values, in index order. */
 #ifndef SID_SPARSE_FORM_CUH
 #define SID_SPARSE_FORM_CUH
 
@@ -7,23 +9,24 @@
 
 /* ---- work ------------------------------------------------------------------------------------------------------ */
 
+/* The pointers of an encode into work. */
 struct sid_list {
-    float *acc; /* the memory's first vector, or where none keeps it a place in work */
+    float *acc; /* n elements: the memory's first vector, or a place in work if no memory keeps it */
     uint64_t n;
-    uint32_t *held;           /* of each tile, how many are candidates: where more than `slots`, acc has them */
-    uint32_t slots;           /* a tile's, up to SID_TILE */
-    float *slot_value;        /* its candidates in index order */
-    uint16_t *slot_index;     /* from the tile's start on */
-    float *value;             /* some of them, set aside; or all in index order */
-    float *extra;             /* the codec's own; values that travel as their mean, or as one of two */
-    double *sums;             /* of each tile: the codec's statistics, one array after the other */
-    uint32_t *counts;         /* as well */
-    uint64_t stride;          /* of those arrays */
-    double *running;          /* SID_SUMS of each of SID_AT_ONCE sums, twice */
-    unsigned long long *part; /* a block's, twice */
-    uint32_t *bins;           /* SID_BINS, three times, zeroed */
-    uint32_t *counted;        /* SID_COUNTED, zeroed: what the first pass has counted */
-    uint32_t *arrived;        /* zeroed: sid_meet */
+    uint32_t *held;           /* the number of candidates of each tile; if it exceeds `slots`, they are read from acc */
+    uint32_t slots;           /* of each tile: a multiple of 64, up to SID_TILE */
+    float *slot_value;        /* the candidates of each tile in index order */
+    uint16_t *slot_index;     /* their indices, from the tile's start */
+    float *value;             /* plan->room floats: the candidates that select_counted sets aside, or line_up's list */
+    float *extra;             /* values that wait for their means; else the codec's own */
+    double *sums;             /* the codec's sums of each tile: needs.sums arrays, `stride` apart */
+    uint32_t *counts;         /* the same for its counts */
+    uint64_t stride;          /* tiles */
+    double *running;          /* running sums: two buffers of SID_AT_ONCE times SID_SUMS */
+    unsigned long long *part; /* each block's part of a sum of counts: two buffers */
+    uint32_t *bins;           /* three buffers of SID_BINS, zero at first */
+    uint32_t *counted;        /* SID_COUNTED counts of the first pass (sid_counting), zero at first */
+    uint32_t *arrived;        /* the counter of sid_meet, zero at first */
     bool kept;                /* acc is the memory's */
 
     __device__ void move(const sid_several &k, uint32_t slice) {
@@ -64,22 +67,22 @@ struct sid_sparse_needs {
  * flags, of the values and of the indices. */
 struct sid_body {
     uint64_t index_at, value_at, bytes;
-    uint64_t high_at; /* of packed indices: the upper bits, up to value_at */
+    uint64_t high_at; /* packed indices: where the upper bits begin, which end at value_at */
     uint32_t form, packed;
-    uint32_t low;    /* of packed indices: so many bits lie apart from the upper ones */
-    uint32_t width;  /* of levels: bits; else 0 */
+    uint32_t low;    /* packed indices: how many low bits of an index lie at index_at, up to 16 */
+    uint32_t width;  /* bits of a value that is one of several levels; else 0 */
     uint32_t blocks; /* SID_FLAG_BLOCKS, or 0 */
     bool drops;      /* sid_sparse_needs */
 };
 
 enum {
-    SID_FINISH_BLOCKS = 3,        /* that fit on a multiprocessor */
-    SID_FINISH_GRID = 2,          /* that are asked for: all must run at once, beside a collective's blocks, too */
-    SID_FINISH_CHUNKS = 4,        /* for a block, or more */
-    SID_FINISH_MOST = 4 * 1024,   /* blocks in all */
+    SID_FINISH_BLOCKS = 3,        /* blocks of a finish that a multiprocessor can hold */
+    SID_FINISH_GRID = 2,          /* and that it gets: all must run at once, even beside a collective's blocks */
+    SID_FINISH_CHUNKS = 4,        /* chunks of a block, at least */
+    SID_FINISH_MOST = 4 * 1024,   /* blocks of a finish in all */
     SID_FINISH_SHARED = 14 << 10, /* bytes of shared memory that a block takes, at most */
-    SID_AT_ONCE = 4,              /* sums */
-    SID_COUNTED = SID_BLOCK       /* ranges of keys that a pass counts, the last of them for all of its candidates */
+    SID_AT_ONCE = 4,              /* sums that share a meeting of the blocks */
+    SID_COUNTED = SID_BLOCK       /* ranges of keys that a pass counts; the last entry counts all candidates */
 };
 
 /* The parameters with which every sparse codec begins its table. */
@@ -126,7 +129,8 @@ __device__ inline float sid_side(float x, int32_t side) {
     return !side ? x : sid_bits_f32(v >> 31 ? 0 : v);
 }
 
-/* Calls f(c, x) for the elements of unit u of a list, by a whole warp: x goes to lane c of this thread. */
+/* Calls f(c, x) for the elements of unit u of a list of `count` values, by a whole warp. c, 0 to 3, says to which of
+ * the thread's four sums x belongs (sums.h). */
 template <typename F>
 __device__ inline void sid_each_in_unit(const float *val, uint64_t count, uint64_t u, const F &f) {
     const uint64_t end = (u + 1) * SID_TILE < count ? (u + 1) * SID_TILE : count;

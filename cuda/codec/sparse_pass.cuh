@@ -1,5 +1,9 @@
-/* The pass over the group: candidates go to their tile's slots, and the codec's statistics of each tile are summed up. The
- * first pass goes while acc is computed; sid_candidates::pass_again makes it once more over acc as it is stored. */
+/* A sparse codec's part of the pass over the group (core/pass.cuh), while acc is in registers. An element whose key
+ * reaches `low`, which the last step has predicted, is a candidate, and goes to its tile's slots: 6 bytes written each.
+ * A tile that has more candidates than slots only counts them, since acc holds them all. The codec's statistics of each
+ * tile are summed up, and a codec with RANGES has candidates counted in ranges of keys. A warp has a tile, so
+ * candidates find their slots by ballots, in index order, without atomics. Bandwidth is the limit.
+ * sid_candidates::pass_again makes the pass once more. */
 #ifndef SID_SPARSE_PASS_CUH
 #define SID_SPARSE_PASS_CUH
 
@@ -57,7 +61,8 @@ struct sid_size_unit {
     }
 };
 
-/* A row of a tile: candidates go to its slots, in index order. By the whole warp. */
+/* Captures the candidates in a row of a tile: writes them to its slots, in index order. x: elements first to first + 3
+ * of the tile in this lane, `count` of which exist; `held`: candidates of the tile so far. The whole warp calls it. */
 __device__ inline void sid_capture(const sid_list &list, uint64_t tile, uint32_t first, uint32_t low,
                                    const float (&x)[SID_QUAD], uint32_t count, uint32_t &held) {
     uint32_t row = 0, before = 0;
@@ -81,7 +86,7 @@ __device__ inline void sid_capture(const sid_list &list, uint64_t tile, uint32_t
     held += row;
 }
 
-/* The last quad of a tile's slots is whole, so that candidates can be read by quads. By the whole warp. */
+/* Fills a tile's last quad of slots with zeros, because candidates are read by quads. The whole warp calls it. */
 __device__ inline void sid_fill_quad(const sid_list &list, uint64_t tile, uint32_t held) {
     const uint32_t to = held + sid_lane();
     if (held % SID_QUAD == 0 || held >= list.slots || to >= sid_round_up(held, SID_QUAD)) return;
@@ -89,8 +94,8 @@ __device__ inline void sid_fill_quad(const sid_list &list, uint64_t tile, uint32
     list.slot_index[tile * list.slots + to] = 0;
 }
 
-/* Candidates counted, and by how far from `low` their keys are: `shift` bits of it make no difference, and what has no range
- * of its own is in the last one alone, which has all of them. */
+/* Counts candidates by ranges of keys, in shared memory: bin i has those with (key - low) >> shift = i. The last bin
+ * has all candidates, with those beyond every range. */
 struct sid_counting {
     uint32_t bins[SID_COUNTED];
     __device__ void begin() { bins[threadIdx.x] = 0; }

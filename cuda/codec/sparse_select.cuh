@@ -1,11 +1,17 @@
-/* The blocks of the finish do this together: exact selection by digits of the keys, counts, and sums in the order of the
- * CPU's. Blocks wait for one another, so the launch is a cooperative one. */
+/* All blocks of a finish compute this together: exact selection by digits of the keys, counts, and sums in the CPU's
+ * order. Each block reads its share of the candidates or tiles and writes a partial result to work; the blocks meet, so
+ * that all of them are written; then every block reads all partial results and has the same answer. Counts are
+ * integers, which may be added in any order; sums of floats keep the order of sums.h. Blocks wait for one another, so
+ * all must be resident: the launch is a cooperative one. The limit is latency: the work between two meetings is
+ * small. */
 #ifndef SID_SPARSE_SELECT_CUH
 #define SID_SPARSE_SELECT_CUH
 
 #include "sparse_form.cuh"
 
-struct sid_pick { /* csrc/codec/sparse.h */
+/* The result of a selection (csrc/codec/sparse.h): the key of the rank-th largest, how many have a larger key, and how
+ * many have this one. */
+struct sid_pick {
     uint32_t key;
     uint64_t above, ties;
 };
@@ -16,6 +22,8 @@ struct sid_chosen {
     uint64_t ties;
 };
 
+/* The arguments of a finish. k: elements to be sent; cap: that a payload holds; room: candidates that the CPU holds;
+ * tiles: of n elements, up to whole chunks. */
 struct sid_finishing {
     sid_scratch *scratch;
     sid_state *state;
@@ -44,7 +52,8 @@ struct sid_picked {
     uint32_t digit, rank, in; /* the digit of the rank-th largest, its rank among those with that digit, their number */
 };
 
-/* Candidates counted by a key: those above it << 32 | others. */
+/* How many candidates have a key above another, << 32 | how many have that one: in all blocks, and in each warp of this
+ * one. `known` says which of these are up to date. */
 struct sid_tally {
     enum {
         NOTHING,
@@ -56,7 +65,8 @@ struct sid_tally {
     unsigned long long warp[SID_WARPS];
 };
 
-/* This block among those of its crew, where they are not all of the grid. */
+/* A crew is the blocks that finish one slice. If a launch has several slices, this says which block of its crew this
+ * one is. */
 struct sid_member {
     uint32_t block, blocks;
     uint32_t *arrived; /* of sid_meet */
@@ -84,14 +94,14 @@ struct sid_crew_shared {
     uint32_t most; /* the largest candidate's key */
 };
 
-/* All blocks of a finish, or one thread's view of it. What is computed here is the same in every block, each call is
- * made by all threads of all of them. */
+/* One thread's view of a crew. All threads of all its blocks make each call, and every block computes the same. */
 struct sid_selection {
     const sid_finishing &f;
     sid_crew_shared &s;
-    const bool apart; /* the crew is a part of the grid: s.member. Constant where it is read, but in calls */
-    uint32_t bins_turn, part_turn,
-        running_turn;     /* which of several buffers is next: others may still read the last one */
+    const bool apart; /* the crew is a part of the grid, see s.member; a constant wherever the compiler inlines */
+    /* Which of several buffers in work is next. Another block may still read the last one: two are enough where each is
+     * written whole, three for bins, one of which is zeroed meanwhile. */
+    uint32_t bins_turn, part_turn, running_turn;
     uint64_t first, last; /* this block's tiles, whole chunks */
 
     __device__ sid_selection(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
@@ -103,7 +113,7 @@ struct sid_selection {
 
     __device__ uint32_t block() const { return apart ? s.member.block : blockIdx.x; }
     __device__ uint32_t blocks() const { return apart ? s.member.blocks : gridDim.x; }
-    /* Waits for the other blocks: then each sees what all of them have written. */
+    /* Waits for the other blocks of the crew. Afterward each sees what all of them have written. */
     __device__ void meet() const {
         if (apart)
             sid_meet(s.member.arrived, s.member.blocks);
@@ -111,7 +121,7 @@ struct sid_selection {
             sid_grid_sync();
     }
 
-    /* f by one thread of each block. */
+    /* Calls f by one thread of each block, between two barriers: f may write shared memory that all read. */
     template <typename F> __device__ void lead(const F &f) {
         __syncthreads();
         if (threadIdx.x == 0) f();
@@ -133,8 +143,8 @@ struct sid_selection {
         return x;
     }
 
-    /* x: a thread's. Over the blocks before this one, and over all; others see what was written before. In two parts, where
-     * the blocks meet between them anyway. */
+    /* Sums x, one of each thread, over the blocks before this one and over all. post and posted are its two parts, for
+     * a caller whose blocks meet between them anyway. */
     struct sums {
         unsigned long long before, total;
     };
@@ -161,7 +171,8 @@ struct sid_selection {
 
     /* ---- selection by digits */
 
-    /* `rank` from 1; what no counted digit reaches has digit 0, which is not counted: `all` are there with any. */
+    /* Returns the digit of the rank-th largest of `all` values, rank from 1. bins[d] counts those with digit d. Digit 0
+     * is not counted, so it is what remains if the other digits do not reach the rank. */
     template <uint32_t BINS> __device__ sid_picked pick_digit(const uint32_t *bins, uint64_t rank, uint64_t all) {
         enum {
             EACH = BINS / SID_BLOCK
@@ -187,7 +198,8 @@ struct sid_selection {
         return p;
     }
 
-    /* How many times `each` shows each bin to its argument; they stay there until the next but one. */
+    /* Counts how often `each` shows each bin to its argument, in all blocks. The result stays until the call after the
+     * next. Blocks count in shared memory first. */
     template <typename Each> __device__ const uint32_t *count_bins(const Each &each) {
         uint32_t *bins = f.list.bins + bins_turn * SID_BINS;
         for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK) s.bins[i] = 0;
@@ -205,8 +217,8 @@ struct sid_selection {
         return bins;
     }
 
-    /* One digit, of `bits` from bit `shift` on: of the keys that `each` shows to its argument those whose higher digits are
-     * `prefix`. */
+    /* Finds one digit of the key that is wanted, `bits` bits from bit `shift` on. Among the keys that `each` shows to
+     * its argument, only those whose higher bits are `prefix` count. */
     template <typename Each>
     __device__ sid_picked digit(const Each &each, uint32_t prefix, uint32_t shift, uint32_t bits, uint64_t rank,
                                 uint64_t all) {
@@ -219,6 +231,8 @@ struct sid_selection {
         return pick_digit<SID_BINS>(bins, rank, all);
     }
 
+    /* Selects the rank-th largest of `all` keys, which `each` shows to its argument, three times: 11, 10 and 10
+     * bits. */
     template <typename Each> __device__ sid_pick select_from(const Each &each, uint64_t all, uint64_t rank) {
         sid_picked p = {0, (uint32_t)rank, (uint32_t)all};
         uint32_t key = 0;
@@ -232,8 +246,8 @@ struct sid_selection {
         return {key, rank - p.rank, p.in};
     }
 
-    /* The same of several ranks at once: the first digit is common to them, of 11 bits; those of 8, 8 and 4 after it have bins
-     * of their own. */
+    /* Selects several ranks by four digits, of 11, 8, 8 and 4 bits. The first counts all keys for every rank; in the
+     * others each rank has 256 bins of its own. */
     template <uint32_t MANY, typename Each>
     __device__ void select_from(const Each &each, uint64_t all, const uint64_t (&rank)[MANY], sid_pick (&pick)[MANY]) {
         static_assert(MANY * SID_BLOCK <= SID_BINS, "bins for all");
@@ -271,7 +285,7 @@ struct sid_selection {
         for (uint32_t i = 0; i < MANY; i++) pick[i] = {key[i], rank[i] - p[i].rank, p[i].in};
     }
 
-    /* Calls f(x) for all values, each by one thread: of several all loads go out before the first is used. */
+    /* Calls f(x) for all n values, each in one thread. Four loads go out before the first is used. */
     template <typename F> __device__ void each_value(const float *val, uint64_t n, const F &f) const {
         enum {
             DEEP = 4
@@ -298,7 +312,8 @@ struct sid_selection {
         return f.list.running + (running_turn ^= 1) * SID_AT_ONCE * SID_SUMS;
     }
 
-    /* Running sums of `units` units that unit(u, sum) computes, SUMS at a time, by a whole warp each; their totals. */
+    /* Computes SUMS totals over `units` units. unit(u, sum) computes the sums of unit u, by a whole warp. Running sum j
+     * has the units j, j + SID_SUMS, ..., in this order, whichever block adds them. */
     template <uint32_t SUMS, typename Unit>
     __device__ void total(uint64_t units, const Unit &unit, double (&sum)[SUMS]) {
         double *running = next_running<SUMS>();
@@ -317,7 +332,7 @@ struct sid_selection {
         for (uint32_t k = 0; k < SUMS; k++) sum[k] = tree(running + k * SID_SUMS, used);
     }
 
-    /* `used` running sums together. */
+    /* Adds up `used` running sums in halves. */
     __device__ double tree(const double *running, uint32_t used) {
         double mine[SID_SUMS / SID_BLOCK];
         for (uint32_t i = 0; i < SID_SUMS / SID_BLOCK; i++) {
@@ -336,7 +351,7 @@ struct sid_selection {
         return sum;
     }
 
-    /* Sums over the tiles of value(k, tile), for k = 0 to rows - 1. */
+    /* Sums value(k, tile) over the tiles, for k = 0 to rows - 1: the same order, with a thread for each running sum. */
     template <uint32_t SUMS, typename Value>
     __device__ void total_by(const Value &value, double (&sum)[SUMS], uint32_t rows = SUMS) {
         double *running = next_running<SUMS>();

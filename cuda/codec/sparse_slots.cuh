@@ -1,42 +1,48 @@
-/* The end of an encode. Candidates stay where the pass has put them, in their tiles' slots. Each question about them is one
- * reading of their values, which also tells where each warp's entries go, so that no list of them is made:
- *     above     how many reach a key
- *     select    the key of the rank-th largest. Where the pass has counted them in ranges of keys, the range of the key is known,
- *               and it is narrow: those in it are set aside while the larger ones are counted, and the key is found among these
- *               few. Where no range holds the key, as in the first step, or too many are in it, or the codec has no ranges, it is
- *               found by digits among all of them
- *     write     each warp packs what its tiles send in shared memory, a word of the payload at a time
- * line_up makes a list of their values, for a codec that needs sums of them. */
+/* The end of a sparse encode, which all blocks of the finish do together. The pass has left the candidates in slots,
+ * some for each tile. They stay there: each question about them reads their values once more, 4 bytes a candidate.
+ *     above     counts the candidates that reach a key
+ *     select    finds the key of the rank-th largest by three digits of the keys. If the pass has counted candidates in
+ *               ranges of keys, one reading sets the few in the right range aside, and the digits read those alone
+ *     write     reads values and indices, 6 bytes a candidate, packs them in shared memory and writes the payload
+ *     line_up   copies the values to a list, for a codec that needs sums of them
+ * A warp owns consecutive tiles, so the counts of the warps before it say where its entries begin: no list is needed.
+ * Candidates are few and lie in L2 as a rule, so the limit is latency: that of the barriers of the grid, one for each
+ * count and each digit. */
 #ifndef SID_SPARSE_SLOTS_CUH
 #define SID_SPARSE_SLOTS_CUH
 
 #include "sparse_emit.cuh"
 
-/* A lane's share of a tile: up to four candidates in index order. */
+/* A lane's share of a row of 128 candidates: up to four of them, in index order. Candidates of equal keys keep the
+ * order of their indices everywhere, because the first of them are sent. */
 struct sid_slot_quad {
     float value[SID_QUAD];
-    uint32_t index[SID_QUAD / 2]; /* in the tile, two in a word */
-    uint32_t is;                  /* a bit each */
+    uint32_t index[SID_QUAD / 2]; /* from the tile's start, 0 to 1023; two 16-bit numbers in a word */
+    uint32_t is;                  /* bit c says whether value[c] is a candidate */
     __device__ uint32_t index_of(uint32_t c) const { return (c < 2 ? index[0] : index[1]) >> c % 2 * 16 & 0xffffu; }
 };
 
-/* Candidates as they lie in a warp's tiles, from `from` to `to`. By value: what reads all of them is a call, where several copies
- * of it would leave registers for none; and an address would put the kernel's variables on the stack. */
+/* A reader of the candidates of a warp's tiles. A tile that has more candidates than slots left the rest out; then its
+ * elements are read from acc instead, and those that reach `low` are its candidates.
+ * The functions that read all candidates are not inlined, because several copies would exhaust the registers. They take
+ * this struct by value, because passing its address would put the kernel's variables on the stack. */
 struct sid_slots {
     enum {
-        AHEAD = 2 /* tiles of which candidates are under way at once */
+        AHEAD = 2 /* tiles whose candidates are loaded before the first of them is used */
     };
-    const float *value, *acc;
-    const uint16_t *index;
-    const uint32_t *in_tile;
-    uint64_t n;
-    uint32_t slots, low;
-    int32_t side;
-    uint32_t from, to;
+    const float *value, *acc; /* value: `slots` for each tile; acc: n elements */
+    const uint16_t *index;    /* as value, from the tile's start */
+    const uint32_t *in_tile;  /* how many candidates each tile has, which may be more than `slots` */
+    uint64_t n;               /* elements of the group */
+    uint32_t slots, low;      /* slots of a tile; the least key that was captured */
+    int32_t side;             /* see sid_side: which sign counts */
+    uint32_t from, to;        /* this warp's tiles */
 
     __device__ uint32_t held(uint32_t tile) const { return (uint64_t)tile * SID_TILE < n ? in_tile[tile] : 0; }
 
-    /* f(a bit for each that is one, values[4]) by the whole warp, in index order. */
+    /* Calls f(is, values[4]) by the whole warp, a row of 128 candidates after another, in index order. Bit c of `is`
+     * says whether value c is a candidate. Most tiles have one row at most, which is loaded AHEAD tiles at a time;
+     * further rows, and tiles that are read from acc, go to each_row. */
     template <typename F> __device__ void each_quad(const F &f) const {
         for (uint32_t group = from; group < to; group += SID_LANES) {
             const uint32_t own = group + sid_lane() < to ? held(group + sid_lane()) : 0;
@@ -46,7 +52,7 @@ struct sid_slots {
                 uint32_t have[AHEAD];
                 float4 v[AHEAD];
 #pragma unroll
-                for (uint32_t a = 0; a < AHEAD; a++) { /* past the last there are none */
+                for (uint32_t a = 0; a < AHEAD; a++) { /* past the last tile `own` is 0 */
                     have[a] = __shfl_sync(SID_FULL, own, (t + a) % SID_LANES);
                     v[a] = make_float4(0, 0, 0, 0);
                     if (have[a] <= slots && sid_lane() * SID_QUAD < have[a])
@@ -65,12 +71,14 @@ struct sid_slots {
         }
     }
 
-    /* Candidates of a tile from place `at` on, 128 at a time: f(quad) by the whole warp. */
+    /* Calls f(quad) by the whole warp for each row of a tile, from place `at` on. `have`: in_tile[tile]. A place is a
+     * slot; in a tile that is read from acc, it is an element. */
     template <typename F> __device__ void each_row(uint32_t tile, uint32_t have, uint32_t at, const F &f) const {
         const uint32_t upto = have > slots ? sid_tile_len(n, (uint64_t)tile * SID_TILE) : have;
 #pragma unroll 1
         for (; at < upto; at += SID_ROW) f(quad_of(tile, have, at));
     }
+    /* This lane's four of the row at place `at`. */
     __device__ sid_slot_quad quad_of(uint32_t tile, uint32_t have, uint32_t at) const {
         const uint32_t i = at + sid_lane() * SID_QUAD;
         sid_slot_quad q = {};
@@ -96,23 +104,29 @@ struct sid_slots {
     }
 };
 
-/* The state of the finish, through which a codec's finish() works. */
+/* All blocks of a finish, through which a codec's finish() works. sid_finish makes one in each thread, calls settle
+ * after each pass, then the codec's finish(), and write at the end. All threads of all blocks make each of these
+ * calls. */
 struct sid_crew : sid_emission {
     typedef sid_body_keeping keeping;
+    /* A warp packs a row of 128 candidates in ROOM words of shared memory. Each array also needs a word that is begun.
+     * Indices have 0 to 71: 128 of at most 16 bits are 64 words. Upper bits have 72 to 111: 128 entries and the 1024
+     * runs of a tile, a bit each, are 36 words. Values have 112 to 255: 128 of at most 32 bits are 128 words. */
     enum {
-        ROOM = 256,     /* words of shared memory for a warp, of which it takes for a row of 128 candidates */
-        HIGH_AT = 72,   /* 128 of 16 bits before, 128 and 1024 runs behind; */
-        VALUE_AT = 112, /* and 128 of 32 bits */
+        ROOM = 256,
+        HIGH_AT = 72,
+        VALUE_AT = 112,
         WIRE_TILES = SID_WIRE_TILE / SID_TILE,
-        LATER = SID_FLAG_MEAN | SID_FLAG_LOG2 /* values that wait in list.extra for the mean of all */
+        LATER = SID_FLAG_MEAN | SID_FLAG_LOG2 /* forms whose values wait in list.extra, until the means are known */
     };
     static_assert(ROOM * SID_WARPS == SID_BINS, "words lie where bins were");
+    /* Which of s.tally a tally goes to. */
     enum {
-        FROM, /* of above(): all from a key on */
-        PICK  /* of select(): above a key, and equal to it */
+        FROM, /* above(): candidates from a key on */
+        PICK  /* select(): candidates above a key, and those equal to it */
     };
 
-    uint32_t from, to; /* this warp's tiles */
+    uint32_t from, to; /* this warp's tiles: an eighth of the block's, consecutive */
 
     __device__ sid_crew(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
         : sid_emission(of, shared, is_apart) {
@@ -121,15 +135,17 @@ struct sid_crew : sid_emission {
         to = from + each;
     }
 
-    /* The key is expected in the second quarter of the ranges (sid_spread); where it moves faster, they still reach twice as
-     * far. */
+    /* How many low bits of a key do not count in the ranges (sid_counting); a codec with RANGES asks for it in begin().
+     * `spread` > 0: how far above `low` the key is expected, in units of keys (sid_spread). The 256 ranges then cover 2
+     * to 4 times `spread`, so that a key which moves twice as far as expected is still in one. */
     __device__ static uint32_t shift_of(uint32_t spread) {
         const uint32_t bits = 32 - (uint32_t)__clz((int)spread), ranges = 31 - (uint32_t)__clz(SID_COUNTED);
         return bits > ranges ? bits + 1 - ranges : 1;
     }
 
-    /* The end of a pass. `best`: how many of the largest matter where not all have room; then it is as if there were no others
-     * (sparse_settle). 0: it is for the codec to ask for them. */
+    /* The end of a pass, made by task `r`: counts the candidates. The CPU has room for `f.room` of them, and drops all
+     * but the `best` largest when the next tile might not fit (sparse_settle). Here nothing is dropped, but for the
+     * same result `low` and `count` then say that there are `best`. best = 0: the codec asks for the largest itself. */
     __device__ void settle(const sid_pass_task &r, uint64_t best) {
         lead([&] {
             s.passed = r;
@@ -159,8 +175,9 @@ struct sid_crew : sid_emission {
         return {l.slot_value, f.acc, l.slot_index, l.held, f.n, l.slots, s.passed.low, s.passed.side, from, to};
     }
 
-    /* This warp's candidates with key >= above, << 32, and the others with key >= least. f(is one of the others, x) by the
-     * whole warp, wherever a lane has any. The largest of all goes to *largest, if anybody asks for it. */
+    /* Returns two counts of this warp's candidates: in the upper 32 bits those with key >= above, in the lower 32 bits
+     * the others with key >= least. Calls f(x is one of the others, x) by the whole warp, if any lane has one. Raises
+     * *largest to the largest key; NULL: nobody asks for it. */
     template <typename F>
     __device__ static unsigned long long tally_of(const sid_slots &c, uint32_t above, uint32_t least, uint32_t *largest,
                                                   const F &f) {
@@ -191,14 +208,17 @@ struct sid_crew : sid_emission {
                                                                uint32_t *largest) {
         return tally_of(c, above, least, largest, [](bool, float) {});
     }
-    /* Another block's next tally may already be taking the same maximum again. */
+    /* The largest key of any candidate, after a tally and a meeting. It is read atomically, because another block's
+     * next tally may already be writing the same maximum. */
     __device__ uint32_t most_found() const { return sid_found(&f.scratch->key); }
     __device__ uint32_t *wanted() const { return f.largest ? &f.scratch->key : nullptr; }
     __device__ unsigned long long tally(uint32_t above, uint32_t least) const {
         return tally_of(slots(), above, least, wanted());
     }
 
-    /* `mine`: this warp's part of a tally by `key`. */
+    /* A tally is used twice: its total answers the codec, and its parts tell write() where each warp's entries begin.
+     * note stores this warp's part `mine` of the tally by `key`, sum_up adds up all blocks, and meets; before() is what
+     * the warps before this one have. */
     __device__ void note(uint32_t which, uint32_t key, unsigned long long mine) {
         sid_tally &t = s.tally[which];
         __syncthreads();
@@ -222,19 +242,18 @@ struct sid_crew : sid_emission {
             t.known = sid_tally::ALL;
         });
     }
-    /* In all warps before this one. */
     __device__ unsigned long long before(uint32_t which) const {
         unsigned long long sum = s.tally[which].before;
         for (uint32_t w = 0; w < sid_warp(); w++) sum += s.tally[which].warp[w];
         return sum;
     }
 
-    __device__ uint64_t above(uint32_t key) { /* candidates with key >= key */
+    __device__ uint64_t above(uint32_t key) { /* how many candidates have this key or a larger one */
         if (!noted(FROM, key)) note(FROM, key, tally(key, key));
         sum_up(FROM);
         return s.tally[FROM].total >> 32;
     }
-    __device__ uint32_t largest() { /* candidate's key; 0 of none. Of a codec that needs it */
+    __device__ uint32_t largest() { /* the largest candidate's key, or 0; the codec asks for it by sid_sparse_needs */
         if (s.tally[FROM].known == sid_tally::NOTHING && s.tally[PICK].known == sid_tally::NOTHING)
             note(FROM, SID_FULL, tally(SID_FULL, SID_FULL));
         meet();
@@ -244,19 +263,20 @@ struct sid_crew : sid_emission {
 
     /* ---- where the rank-th largest is */
 
-    /* Selects digit by digit. This is rarely needed. */
+    /* Selects the rank-th largest candidate, rank from 1, by three readings of all candidates, and one more to count
+     * those above it. */
     __device__ sid_pick select(uint64_t rank) {
         const sid_pick pick = select_all(rank);
         note(PICK, pick.key, tally(pick.key + 1, pick.key));
         return pick;
     }
-    /* Selects by the counts of a codec with RANGES, if the last step predicted the range. */
+    /* The same for a codec with RANGES, by one reading of all candidates, if the last step predicted the range. */
     __device__ sid_pick select_predicted(uint64_t rank) {
         sid_pick pick;
         return s.passed.shift && passes == 1 && select_counted(rank, &pick) ? pick : select(rank);
     }
 
-    struct by_digits {
+    struct by_digits { /* what digits_of returns: it is a call of its own, which must hand back the turn of its copy */
         sid_pick pick;
         uint32_t bins_turn;
     };
@@ -281,23 +301,27 @@ struct sid_crew : sid_emission {
         return {pick, all.bins_turn};
     }
 
-    /* False: it has to be found in another way. */
+    /* Selects by the counts of the first pass. list.counted[i] is the number of candidates whose key lies in range i,
+     * of 2^shift keys each, from `low` on; the last entry is the number of all candidates, with those beyond every
+     * range. A scan over the counts names the range. The candidates in it go to list.value, where each warp has a part
+     * in proportion to its tiles, and one or two digits of at most 11 bits find the key among them. Returns false if no
+     * range holds the rank, or a warp's part is too small; then select() finds the key. */
     __device__ bool select_counted(uint64_t rank, sid_pick *pick) {
         const uint32_t shift = s.passed.shift;
-        const uint32_t range = SID_COUNTED - 2 - threadIdx.x; /* from the highest down; the last thread has none */
+        const uint32_t range = SID_COUNTED - 2 - threadIdx.x; /* the highest first; the last thread has no range */
         const uint32_t own = threadIdx.x < SID_COUNTED - 1 ? f.list.counted[range] : 0;
         unsigned long long all;
         const unsigned long long upto = sid_block_scan((unsigned long long)own, s.scan, &all);
         const unsigned long long captured = f.list.counted[SID_COUNTED - 1];
-        const unsigned long long beyond = captured - all,
-                                 above = beyond + upto - own; /* of the keys beyond any range */
+        const unsigned long long beyond = captured - all, /* above every range */
+            above = beyond + upto - own;                  /* above this thread's range */
         if (rank <= beyond || rank > captured) return false;
         if (above < rank && rank <= above + own) s.picked = {range, (uint32_t)(rank - above), own};
         __syncthreads();
         const sid_picked in = s.picked;
         __syncthreads();
         const uint32_t least = s.passed.low + (in.digit << shift);
-        /* what is in the range goes to this warp's part of `value` */
+        /* The candidates in the range go to this warp's part of list.value. */
         const uint64_t start = f.room * from / f.tiles, room = f.room * to / f.tiles - start;
         float *const aside = f.list.value + start;
         uint32_t held = 0;
@@ -306,7 +330,7 @@ struct sid_crew : sid_emission {
             if (is && place < room) aside[place] = x;
             held += (uint32_t)__popc(all);
         });
-        if (held > room) { /* all in one place */
+        if (held > room) { /* the part is too small: too many of the group's candidates lie in this warp's tiles */
             if (sid_lane() == 0) atomicOr(&f.scratch->over, 1u);
             held = 0;
         }
@@ -335,8 +359,10 @@ struct sid_crew : sid_emission {
         return true;
     }
 
-    /* ---- sums in the order of the list of candidates, which nothing else needs */
+    /* ---- sums in the order of the list of candidates */
 
+    /* Copies the values of the candidates that count (of a compacted pass the `best` largest) to list.value, in index
+     * order, and returns it. Only sums need it: their order is that of the CPU's list. */
     __device__ const float *line_up() {
         const sid_chosen what = compacted ? s.kept : sid_chosen{s.passed.low, 0};
         float *const list = f.list.value;
@@ -378,7 +404,8 @@ struct sid_crew : sid_emission {
 
     /* ---- what is sent */
 
-    /* All that reach the key, `found` of them; or the largest, where that is more than the capacity. */
+    /* Decides to send all candidates that reach the key, `found` of them; or the f.cap largest, if a payload cannot
+     * hold as many. */
     __device__ void send_capped(uint32_t key, uint64_t found) {
         if (found > f.cap) {
             const sid_pick pick = select(f.cap);
@@ -387,7 +414,9 @@ struct sid_crew : sid_emission {
             send_from(key, found, 0);
     }
 
-    /* sparse_reach: 0: read again, as r then says. */
+    /* Counts how many elements reach `key`, although the pass may have captured from a larger key on (sparse_reach).
+     * The first call then sets the task `r` so that another pass counts them, and returns false; after it *found is
+     * set. */
     template <class Task> __device__ bool reach(Task &r, uint32_t key, uint64_t *found) {
         if (key >= low) {
             *found = above(key);
@@ -404,22 +433,28 @@ struct sid_crew : sid_emission {
         });
         return false;
     }
+    /* Returns the least key which that pass captures. After a compacted pass some candidates with key low - 1 count,
+     * too. */
     __device__ uint32_t again(uint32_t key) const { return compacted ? low - 1 : key; }
 
     /* ---- the payload */
 
-    /* Bits of the body's three arrays that a warp has not written yet. Each has some words of shared memory, the first of
-     * which holds the next bit to come: of indices and values that is slot * width, of the upper bits of packed indices it
-     * may be any later one. */
+    /* The body has three arrays of bits: indices, the upper bits of packed indices, and values. An entry's place in
+     * them follows from its slot, the number of entries before it. A warp's entries are consecutive, so each array has
+     * a run of words that no other warp touches, but for the first and the last one. Those are added by atomicOr to the
+     * payload, which has been zeroed; the words between are stored whole. The checksum is a weighted sum of words, and
+     * the bits of two warps in a word are disjoint, so each adds its own part of a shared word. */
     struct packing {
-        uint32_t *room;
-        uint32_t more, same;               /* before the next candidate */
-        uint32_t index_width, value_width; /* bits */
-        uint32_t high;                     /* the first word of the upper bits; SID_FULL: not known yet */
-        uint32_t begun; /* a bit for each array: the first word, which other warps may share, is written */
-        sid_part_sum own;
+        uint32_t *room;                    /* this warp's ROOM words: bits that are not in the payload yet */
+        uint32_t more, same;               /* candidates before the next one: above s.key, equal to it */
+        uint32_t index_width, value_width; /* bits; value_width 0: values wait in list.extra */
+        uint32_t high;                     /* which word of the upper bits room[HIGH_AT] is; SID_FULL: not known yet */
+        uint32_t begun;   /* a bit for each array: its first word, which other warps may share, is written */
+        sid_part_sum own; /* this thread's share of the checksum */
     };
 
+    /* Writes the payload: indices, values, the number of entries of each wire tile; then the header and the state. A
+     * reading of all candidates goes before it only if no tally by s.key is there yet. */
     __device__ void write(int32_t side) {
         const sid_body &b = f.body;
         const uint32_t which = s.all && noted(FROM, s.key) ? FROM : PICK;
@@ -444,11 +479,12 @@ struct sid_crew : sid_emission {
                      0,
                      {0}};
         const sid_slots c = slots();
-        uint32_t wire = 0, in_wire = 0; /* sent of a wire tile, as far as this warp knows */
+        uint32_t wire = 0, in_wire = 0; /* a wire tile, and how many entries this warp has sent of it */
         for (uint32_t group = from; group < to; group += SID_LANES) {
             const uint32_t have = group + sid_lane() < to ? held(group + sid_lane()) : 0;
             uint32_t left = __ballot_sync(SID_FULL, have != 0);
             sid_slot_quad next = {};
+            /* Loads the first row of the next tile that has candidates, while the row of this one is packed. */
             const auto fetch = [&] {
                 const uint32_t t = left ? (uint32_t)__ffs((int)left) - 1 : 0, of_tile = __shfl_sync(SID_FULL, have, t);
                 if (left) next = c.quad_of(group + t, of_tile, 0);
@@ -494,7 +530,7 @@ struct sid_crew : sid_emission {
         if (sid_lane() == 0 && count) atomicAdd(&counts[wire], count);
     }
 
-    /* At bit `bit` of words of shared memory; x: 64 bits at most. */
+    /* Sets the bits of x, up to 64, in shared memory from bit `bit` of `words` on. Lanes may share words. */
     __device__ static void put(uint32_t *words, uint32_t bit, uint64_t x) {
         const uint32_t shift = bit % 32, rest = shift ? (uint32_t)(x >> (64 - shift)) : 0;
         const uint64_t most = x << shift;
@@ -504,7 +540,9 @@ struct sid_crew : sid_emission {
         if (rest) atomicOr(w + 2, rest);
     }
 
-    /* A row of candidates: what of it is sent goes to the arrays, and full words go to the payload. */
+    /* Packs the entries among a row of candidates, and writes full words to the payload. `pair` counts this lane's
+     * candidates above the key in the upper 16 bits and those equal to it in the lower, so one scan serves both: a row
+     * has 128. */
     __device__ void row(const sid_slot_quad &q, uint32_t tile, packing &w) const {
         const sid_body &b = f.body;
         const uint32_t key = s.key, ties = (uint32_t)s.chosen.ties, before = slot_of(w);
@@ -529,7 +567,7 @@ struct sid_crew : sid_emission {
             if (b.packed) {
                 index |= (uint64_t)(place & ((1u << b.low) - 1u)) << sent * b.low;
                 const uint32_t bit =
-                    (place >> b.low) + slot - 32 * w.high; /* few: what overflows in between is no matter */
+                    (place >> b.low) + slot - 32 * w.high; /* less than 40 words: wrapping in between cancels */
                 if (bit / 32 != word) {
                     if (bits) atomicOr(w.room + HIGH_AT + word, bits);
                     bits = 0;
@@ -558,7 +596,7 @@ struct sid_crew : sid_emission {
         w.same += all & 0xffffu;
         const uint32_t slot = slot_of(w);
         uint32_t highs = 0;
-        if (b.packed) { /* what comes next does not lie before the last candidate */
+        if (b.packed) { /* no later entry has a bit before that of the row's last candidate: words before it are full */
             const uint32_t any = __ballot_sync(SID_FULL, q.is != 0), last = q.is > 7 ? 3 : q.is > 3 ? 2 : q.is > 1;
             const uint32_t in_tile = __shfl_sync(SID_FULL, q.index_of(last), any ? 31 - __clz((int)any) : 0);
             const uint64_t bit = (((uint64_t)tile * SID_TILE + in_tile) >> b.low) + slot;
@@ -567,6 +605,7 @@ struct sid_crew : sid_emission {
         flush(w, index_word, word_of(slot, w.index_width) - index_word, highs, value_word,
               word_of(slot, w.value_width) - value_word);
     }
+    /* Returns the word of an array in which the entry of a slot begins. */
     __device__ static uint32_t word_of(uint32_t slot, uint32_t width) {
         return (uint32_t)((uint64_t)slot * width / 32);
     }
@@ -576,7 +615,7 @@ struct sid_crew : sid_emission {
         HIGH,
         VALUE
     };
-    /* Word `at` of an array; shared: other warps may set bits of it. */
+    /* Writes word `at` of array `of` to the payload; shared: other warps may set bits of it. */
     __device__ void word_out(packing &w, uint32_t of, uint32_t at, bool shared, uint32_t word) const {
         const sid_body &b = f.body;
         const uint64_t start = of == INDEX ? b.index_at : of == HIGH ? b.high_at : b.value_at + (b.width ? 8 : 0);
@@ -588,11 +627,13 @@ struct sid_crew : sid_emission {
             *(uint32_t *)(f.payload + p) = word;
         w.own.add(p, word);
     }
+    /* Returns where the array's words begin in the warp's room. */
     __device__ static uint32_t room_of(uint32_t of) {
         return of == INDEX ? 0u : of == HIGH ? (uint32_t)HIGH_AT : (uint32_t)VALUE_AT;
     }
 
-    /* So many words of each array are full, from word `index` on and so forth. The one behind them begins the next row. */
+    /* Writes the full words of each array to the payload: `indices` words from word `index` on, `highs` from w.high on,
+     * `values` from word `value` on. The word behind them is begun, and moves to the front for the next row. */
     __device__ void flush(packing &w, uint32_t index, uint32_t indices, uint32_t highs, uint32_t value,
                           uint32_t values) const {
         __syncwarp();
@@ -619,7 +660,7 @@ struct sid_crew : sid_emission {
         __syncwarp();
     }
 
-    /* The upper bits of a tile begin in this word: before it there may be many that nothing sets. */
+    /* Goes on to the word in which a tile's upper bits begin. The words that it skips stay zero. */
     __device__ void move(packing &w, uint32_t word) const {
         if (w.high == SID_FULL) w.high = word;
         if (w.high == word) return;
@@ -632,7 +673,7 @@ struct sid_crew : sid_emission {
         __syncwarp();
     }
 
-    /* The last words, which the next warp may share. */
+    /* Writes the last, begun word of each array, which the next warp may share. */
     __device__ void end(packing &w) const {
         const uint32_t slot = slot_of(w), of = sid_lane();
         if (of > VALUE) return;

@@ -1,4 +1,11 @@
-/* sidcomp.h's CUDA calls: arguments checked, device set and put back, work carved, the codec's launches made. */
+/* sidcomp.h's CUDA calls. A call checks its arguments, sets the device and puts the former back, carves work, and calls
+ * the codec, which only launches; nothing here waits for the device. The kernels are what calls share:
+ *     begin           block 0 sums up the segments' lengths, 16 bytes read and 8 written each; the others zero work and
+ *                     what a codec asks for of the payload. The latency of the launch is its limit
+ *     norm, factor    read the gradient before the pass, 4 bytes an element, for clipping. Bandwidth is the limit
+ *     sum             reads the segments, 4 bytes an element, for their checksum. Bandwidth is the limit
+ *     origin          copies the header and the codec's part of a state that another continues
+ *     cancel          zeroes all vectors, 4 bytes an element each, if any report says that a step failed */
 #include <string.h>
 
 #include "codec.cuh"
@@ -11,6 +18,7 @@ enum {
     BEGIN_BLOCK = 1024
 };
 
+/* Zeroes `bytes` at p, a multiple of 16; this thread those from 16 * first on, 16 * step apart. */
 __device__ static void zero_bytes(void *p, uint64_t bytes, uint64_t first, uint64_t step) {
     for (uint64_t i = first; i < bytes / 16; i += step) ((uint4 *)p)[i] = make_uint4(0, 0, 0, 0);
 }
@@ -26,7 +34,7 @@ __device__ static void mend(const sid_mending &m) {
     if (!sid_rule_sound(&m.ruling, &rule)) m.state->rule = m.none;
 }
 
-/* Block 0 sums up the lengths; the others zero. */
+/* Begins a call: of each slice, if there are several, block 0 sums up the lengths and the others zero. */
 static __global__ void __launch_bounds__(BEGIN_BLOCK)
     sid_begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, sid_beginning b) {
     sid_follow();
@@ -102,7 +110,8 @@ static __global__ void __launch_bounds__(SID_BLOCK, NORM_BLOCKS)
     }
 }
 
-/* most: what the norm may be. */
+/* Sets the state's factor, with which the memory multiplies the gradient: `most`, the largest norm allowed, by the
+ * norm. */
 static __global__ void __launch_bounds__(SID_SUMS)
     sid_factor_kernel(const sid_scratch *scratch, const double *norms, uint64_t tiles, double most, sid_state *state) {
     sid_follow();
@@ -167,7 +176,7 @@ static __global__ void __launch_bounds__(SID_LANES)
     *sum = report->nonfinite || !scratch->ready ? 0 : scratch->sum;
 }
 
-/* scratch: of the settling before, or NULL. */
+/* Sets the rule, after settle or unsend. scratch: of the settling before, or NULL. factor: puts the former one back. */
 static __global__ void __launch_bounds__(SID_LANES)
     sid_rule_kernel(const sid_scratch *scratch, sid_state *state, sid_rule rule, bool factor) {
     sid_follow();
@@ -322,7 +331,7 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err) {
     return SID_OK;
 }
 
-/* The header and the codec's own part of a state, where it is to become the one after another: the rest is the pass's. */
+/* Copies the header and the codec's own part of the state that `to` is to continue; the pass writes the vectors. */
 static __global__ void __launch_bounds__(SID_BLOCK)
     sid_origin_kernel(const uint4 *from, uint4 *to, uint64_t header, uint64_t extra, uint64_t end, sid_several k) {
     sid_follow();
@@ -515,7 +524,7 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     return sid_enqueue(c, {segs_dev, n_seg, p->dtype, 0, 0}, work);
 }
 
-/* One store, which the host sees whole: it reads what a step has left when the next one begins. */
+/* Shows the host a report, in one store of 16 bytes, which it sees whole or not at all. */
 static __global__ void __launch_bounds__(SID_LANES)
     sid_show_kernel(const sid_cuda_report *report, uint32_t mark, uint4 *shown) {
     sid_follow();
@@ -535,7 +544,7 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int
                       (uint4 *)shown);
 }
 
-/* Every block looks at all reports, which nothing here changes, and forgets its part of all vectors. */
+/* Every block reads all reports, which nothing here changes, and if one is bad, forgets its part of all vectors. */
 static __global__ void __launch_bounds__(SID_BLOCK)
     sid_cancel_kernel(const sid_cuda_kept *kept, uint32_t count, uint32_t always) {
     sid_follow();

@@ -1,4 +1,7 @@
-/* One call of a codec on a device: its memory, its arguments, and how it begins. */
+/* One call of a codec on a device: its memory, its arguments, and how it begins. A call is a few launches on one
+ * stream. The first, `begin`, sums up the segments' lengths and zeroes work; each of the others looks at scratch->ready
+ * first, and does nothing if the segments do not hold the group. Blocks find one another's results in sid_scratch, at
+ * the head of work. */
 #ifndef SID_CALL_CUH
 #define SID_CALL_CUH
 
@@ -6,24 +9,24 @@
 
 /* ---- work ---------------------------------------------------------------------------------------------------- */
 
-/* The head of work: sums of one call, all-zero before it. */
+/* The head of work, which begin zeroes: what the blocks of a call tell one another. */
 struct alignas(64) sid_scratch {
     unsigned long long sum; /* of the payload's checksum */
     uint32_t ready;         /* the segment table holds the group: everything else runs only then */
-    uint32_t nonfinite;
-    uint32_t taken; /* entries of the codec's list that are given out */
+    uint32_t nonfinite;     /* elements that are not finite */
+    uint32_t taken;         /* entries of the codec's list that are given out */
     uint32_t key, ties;
     uint32_t go; /* decode: the payloads are sound */
     uint64_t cut;
     uint32_t codec[3];
     float former;     /* the state's factor, where the begin has written another one */
-    uint32_t over;    /* encode: sparse_slots.cuh */
+    uint32_t over;    /* encode: a warp had no room to set candidates aside (sparse_slots.cuh) */
     uint32_t arrived; /* blocks: sid_comes_last */
 };
 static_assert(sizeof(sid_scratch) == 64, "codecs carve what they want zeroed directly behind it");
 
-/* Whether this block is the last of so many to come here: it may go on alone with what all of them have stored. Once in a
- * launch. *arrived is 0 before it, and after it again. */
+/* Returns whether this block is the last of `blocks` to come here. The last one may go on alone with what all of them
+ * have stored, and no block waits. A launch calls it once. *arrived is 0 before it, and after it again. */
 __device__ inline bool sid_comes_last(uint32_t *arrived, uint32_t blocks) {
     __shared__ bool last;
     __syncthreads();
@@ -36,7 +39,8 @@ __device__ inline bool sid_comes_last(uint32_t *arrived, uint32_t blocks) {
     __syncthreads();
     return last;
 }
-/* The blocks that share a counter, all of them resident: each waits until all have come. The counter is 0 at first. */
+/* Waits until all `blocks` blocks that share a counter have come; all must be resident. The counter is 0 at first and
+ * only grows, by `blocks` a meeting, so it need not be zeroed between two. */
 __device__ inline void sid_meet(uint32_t *arrived, uint32_t blocks) {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -65,15 +69,15 @@ struct sid_carver {
 
 /* ---- one call ------------------------------------------------------------------------------------------------ */
 
-/* Encodes of several slices of a group in the launches of one: slices that follow one another and have the same plan, each
- * with a state, a payload and work of its own. Every kernel gives each slice the same share of its blocks. What a call has
- * is the first slice's; the next one's lies so many bytes further. */
+/* Encodes of several slices of a group in the launches of one: slices that follow one another and have the same plan,
+ * each with a state, a payload and work of its own. Every kernel gives each slice the same share of its blocks. The
+ * pointers of a call are the first slice's; those of the next one lie `state`, `payload` and `work` bytes further. */
 struct sid_several {
     uint32_t count;                /* of slices; 0: a call as any, of all blocks */
     uint32_t group;                /* what a slice adds to the group of the one before */
     uint64_t state, payload, work; /* work: set by sid_enqueue */
-    uint32_t mine;                 /* this slice's payload */
-    int64_t elsewhere;             /* lies so many bytes from its place in their row */
+    uint32_t mine;                 /* the slice whose payload does not lie in the row of the others, */
+    int64_t elsewhere;             /* but so many bytes from its place there */
 };
 enum {
     SID_SEVERAL_VECTORS = 1, /* of a memory, at most: with more, passes have no registers left for it */

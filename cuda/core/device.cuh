@@ -1,5 +1,6 @@
-/* Every kernel shares this file: launches that report as status and text, loads and stores through the segment table, sums
- * over warps and blocks. Nothing here synchronises with the host or allocates. */
+/* Every kernel shares this file: launches that report as status and text, loads and stores through the segment table,
+ * sums over warps and blocks, conversions. Nothing here synchronises with the host or allocates. A full, aligned tile
+ * in one segment takes the quick path, four elements a lane and access; any other goes element by element. */
 #ifndef SID_DEVICE_CUH
 #define SID_DEVICE_CUH
 
@@ -183,8 +184,9 @@ template <typename T> __device__ inline T sid_block_scan(T x, T *part, T *total)
     return x + part[sid_warp()];
 }
 
-/* The lanes of a unit together (sums.h), of which this thread has four: in every thread of the warp. Halves
- * keep two of the four each, then one. */
+/* Adds up the 128 lanes of a unit in the order of sums.h, four of which are this thread's, and returns the sum in every
+ * thread of the warp. In the first two halvings a thread passes on the sums that the other half goes on with, so that
+ * each thread keeps two of its four, then one. */
 template <typename T> __device__ inline T sid_join_lanes(const T (&lane)[SID_QUAD]) {
     const bool right = sid_lane() & 16, upper = sid_lane() & 8;
     T a = right ? lane[2] : lane[0], b = right ? lane[3] : lane[1];
@@ -197,8 +199,8 @@ template <typename T> __device__ inline T sid_join_lanes(const T (&lane)[SID_QUA
     return x + __shfl_xor_sync(SID_FULL, x, 16);
 }
 
-/* The units' sums together, by a block of SID_SUMS threads: in thread 0, and 0 in others. `part` is shared, free again
- * after the next barrier. */
+/* Adds up the sums of `units` units in the order of sums.h. A block of SID_SUMS threads calls it; thread 0 has the sum,
+ * the others 0. `part` is shared memory, free again after the next barrier. */
 __device__ inline double sid_total(const double *sums, uint64_t units, double (&part)[SID_SUMS]) {
     double sum = 0;
     for (uint64_t u = threadIdx.x; u < units; u += SID_SUMS) sum += sums[u];
@@ -212,8 +214,8 @@ __device__ inline double sid_total(const double *sums, uint64_t units, double (&
 
 /* ---- waiting for others ---------------------------------------------------------------------------------------- */
 
-/* A word that others add to, and, from then on, all that they did before they added to it. A load: many that wait would
- * queue for one line as atomic operations. */
+/* Reads a word that others add to; afterward this thread sees all that they wrote before they added. It is a load,
+ * because atomic operations of many blocks that wait would queue for one line. */
 #ifdef SID_EMULATE
 inline uint32_t sid_acquire(uint32_t *p) {
     const uint32_t x = atomicAdd(p, 0u);
@@ -247,7 +249,7 @@ __device__ inline float sid_from_f16(uint16_t h) {
 }
 #endif
 
-/* Whether one of them is not finite: then a product with 0 is NaN. */
+/* Returns whether any of them is not finite: NaN or Inf times 0 is NaN, and NaN differs from 0. */
 template <uint32_t N> __device__ inline bool sid_overflows(const float (&x)[N][SID_QUAD]) {
     float none = 0;
 #pragma unroll

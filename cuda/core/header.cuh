@@ -1,4 +1,8 @@
-/* Headers and checksums of payloads: how they are written, and what they must say. */
+/* Headers and checksums of payloads: how they are written, and what they must say. A checksum is a sum of words, each
+ * times a weight that follows from its offset, modulo 2^64 (csrc/wire.h). So every thread adds up the words that it
+ * writes or reads, in any order, and the shares are added by warp, block and atomicAdd. An encode so has its checksum
+ * without reading the payload again; a check reads each payload once, and bandwidth is its limit. The last block of a
+ * check to come checks the headers. */
 #ifndef SID_HEADER_CUH
 #define SID_HEADER_CUH
 
@@ -38,9 +42,10 @@ struct sid_word_run {
     }
 };
 
-/* The share of a thread of block `b` of `each` in the checksum of a whole payload but for its header. look(i, w): of word i,
- * called at least where the caller has to see it: everywhere but in bytes plain_from to plain_to. A block of threads reads
- * as many bytes as a block of the checksum has, so that a thread's words always have the same keys of pairs. */
+/* Returns a thread's share of the checksum of a payload but for its header, if `each` blocks read it, and this one is
+ * block `b` of them. Calls look(i, w) for the words that it reads, word i being w, but perhaps not for those in bytes
+ * plain_from to plain_to. A block of threads reads as many bytes as a block of the checksum has, so that a thread's
+ * words always have the same keys of pairs. */
 template <typename F>
 __device__ inline sid_part_sum sid_sum_words(const uint8_t *payload, uint64_t bytes, uint32_t b, uint32_t each,
                                              uint64_t plain_from, uint64_t plain_to, const F &look) {
@@ -80,7 +85,8 @@ __device__ inline sid_part_sum sid_sum_words(const uint8_t *payload, uint64_t by
     return own;
 }
 
-/* The block's shares together, in every thread of warp 0. */
+/* Returns the sum of a block's shares, in every thread of warp 0; other threads must not use it. part: shared
+ * memory. */
 __device__ inline sid_part_sum sid_block_sums(sid_part_sum x, sid_part_sum (&part)[SID_WARPS]) {
     x.sum = sid_warp_sum(x.sum);
     if (sid_lane() == 0) part[sid_warp()] = x;
@@ -182,7 +188,8 @@ __device__ inline void sid_blame(uint32_t *first, uint32_t payload, int32_t stat
     if (status != SID_OK) atomicMin(first, payload << 8 | (uint32_t)-status);
 }
 
-/* The findings of a block of a check in its payload. */
+/* A block of a check has found this in its part of a payload: a share of the checksum, whether it is bad, and the
+ * largest number that the codec asks for. */
 struct sid_found_part {
     unsigned long long sum;
     uint32_t bad, most;
@@ -195,8 +202,9 @@ inline uint32_t sid_checkers(uint64_t pieces, uint64_t most, uint32_t count) {
     const uint64_t share = most < SID_CHECKERS / count ? most : SID_CHECKERS / count;
     return (uint32_t)(pieces < 1 ? 1 : pieces < share ? pieces : share);
 }
-/* The last block of a check sees what the others have found, `each` of them in a payload: f(payload, sid_found_part) by a
- * thread each. A payload has so many lanes that its parts are read at once. */
+/* Joins what the blocks of a check have found, `each` of them in one of `count` payloads, and calls f(payload,
+ * sid_found_part) in one thread for each. The last block of the check calls it. A payload has up to 32 lanes, which
+ * read its parts side by side. */
 template <typename F>
 __device__ inline void sid_each_found(const sid_found_part *part, uint32_t count, uint32_t each, const F &f) {
     uint32_t lanes = 1;
@@ -218,7 +226,7 @@ __device__ inline void sid_each_found(const sid_found_part *part, uint32_t count
     }
 }
 
-/* A check that no sid_begin goes before has a block more, which does the same for it. */
+/* Does what sid_begin does, in one more block of a check that has no launch before it. */
 __device__ inline void sid_begin_check(const sid_group &g, sid_scratch *scratch, const int32_t *gate) {
     const bool ready = sid_sum_lengths(g, (uint64_t *)g.start, gate);
     if (threadIdx.x) return;

@@ -1,4 +1,6 @@
-/* The memories on a device: arithmetic of one element each, and the choice between them. */
+/* The memories on a device: the arithmetic of one element, and the choice between them. A memory is a template
+ * parameter of a kernel, so that its vectors are in registers: a pass reads and writes each vector once, 8 bytes an
+ * element. No kernel is here. */
 #ifndef SID_MEMORIES_CUH
 #define SID_MEMORIES_CUH
 

@@ -1,5 +1,8 @@
-/* The pass over a group, in which memory and codec meet: a warp holds a tile in registers, the memory makes acc of it, the
- * codec reads acc. And what a decode does to a memory, an element at a time. */
+/* The pass over a group, in which memory and codec meet. A warp takes a tile of 1024 elements, row by row: it reads the
+ * gradient and the memory's vectors into registers, asks the codec what the last step left of acc, the memory makes the
+ * new acc of it, the warp writes that, and the codec reads it from the registers. So the gradient is read once and acc
+ * read and written once, 12 bytes an element; bandwidth is the limit. A second part is what a decode does to a memory,
+ * four elements at a time. */
 #ifndef SID_PASS_CUH
 #define SID_PASS_CUH
 
@@ -134,7 +137,7 @@ template <class Codec> struct sid_pass_blocks {
     };
 };
 
-/* The share of block `block` of `blocks` in the pass. */
+/* Does the share of block `block` of `blocks` in the pass: a warp takes every (8 * blocks)-th tile. */
 template <class Memory, class Codec>
 __device__ inline void sid_pass_over(const sid_group &g, sid_scratch *scratch, const sid_state *state,
                                      const sid_vectors &vectors, float *acc, Memory memory, const Codec &codec,
@@ -183,8 +186,8 @@ __global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
                   sid_work_of(several, mine.slice, acc), memory, codec, mine.block, mine.blocks);
 }
 
-/* For a decoder, before it overwrites the elements i .. i + count: the gradient that is still there is taken back out of
- * the memory. */
+/* Takes the gradient of elements i to i + count - 1 of a tile out of the memory again. A decoder calls it before it
+ * overwrites them, if the step did not happen. */
 template <class Memory>
 __device__ inline void sid_undo(const Memory &memory, const sid_group &g, const sid_span &s, const sid_vectors &v,
                                 uint32_t i, uint32_t count) {
@@ -201,7 +204,8 @@ __device__ inline void sid_undo(const Memory &memory, const sid_group &g, const 
     for (int m = 0; m < Memory::VECTORS; m++) sid_store_floats(v.first + m * v.stride + s.at + i, count, vec[m]);
 }
 
-/* The same place of the ranks' step, scaled: for a memory that learns from it, `memory.receives`. */
+/* Shows a memory that learns from it (`memory.receives`) what the ranks made of elements i to i + count - 1: x,
+ * scaled. */
 template <class Memory>
 __device__ inline void sid_receive(const Memory &memory, const sid_vectors &v, uint64_t i, uint32_t count,
                                    const float (&x)[SID_QUAD]) {

@@ -1,4 +1,5 @@
-/* The only place on this side that knows all codecs: those of codecs.def that have kernels. */
+/* The table of codecs that have kernels: codecs.def, included twice, declares and lists them. No other file on this
+ * side knows all codecs. No kernel is here. */
 #include "codec.cuh"
 
 #define CUDA_0(symbol)

@@ -1,13 +1,12 @@
 /* The exchanges that Marsit is measured against, between the messages (csrc/exchange/baselines.c defines the result).
- *
- *     cascade   a hop is the codec's own decode of a slice, n / W elements, into float32 in work; an addition there, which
- *               reads the gradient and the sum and writes the sum; and the codec's encode of that. At the end a check of
- *               W payloads and their decodes
- *     expand    a hop reads a slice's message of b bits an element, adds own signs, 1 bit an element, and writes the next
- *               message, in one pass. Counts, 1 byte an element, are written once, when they are final: for the end, which
- *               reads them and writes the segments
- *
- * Faults travel as on the CPU: of cascade as payloads that are none, one slice at a time, of expand in the frames. */
+ * In both a slice goes around the ring and every rank adds to it. Bandwidth is the limit, or the launches, if slices
+ * are small. Faults travel as on the CPU.
+ *     cascade   A hop decodes a slice of n / W elements into float32 in work, by the codec; adds our part of the
+ *               gradient, reading both and writing the sum; and encodes that. At the end W payloads are checked and
+ *               decoded. A fault travels as a payload that is none, one slice at a time
+ *     expand    A hop reads a slice's message, b bits an element, adds own signs, 1 bit an element, and writes the next
+ *               message, in one pass; a thread has 32 elements. Counts, 1 byte an element, are written only when they
+ *               are final; the end reads them and writes the segments. A fault travels in the frames */
 #include "exchange.cuh"
 
 namespace {

@@ -1,5 +1,11 @@
-/* sidcomp.h's calls of exchanges on a device: arguments checked, the exchange's launches made, and around them what it
- * leaves to others: the round that tells all ranks whether all went well, and the memory after a step that did not happen. */
+/* sidcomp.h's calls of exchanges on a device. A call checks its arguments, enters the device, and calls the exchange,
+ * which only launches. The kernels here are what the exchanges share. All but undo have one block, and the latency of a
+ * launch is their limit:
+ *     end of a hop, found     turn checksums and a codec's findings into a fault of the step
+ *     confirm, confirmed      are the last round, in which all ranks tell one another whether all went well
+ *     end                     writes what the step has come to into the report
+ *     undo                    takes the gradient out of the memory after a fault: reads it, 4 bytes an element, reads
+ *                             and writes each vector. Bandwidth is its limit; without a fault it does nothing */
 #include "exchange.cuh"
 
 /* ---- those that have kernels --------------------------------------------------------------------------------------- */

@@ -1,10 +1,11 @@
-/* All-gather and all-reduce as messages, between them (csrc/exchange/gather.c defines the result): for exchanges that
- * have one of them within, since process groups have both themselves. The codec's own passes; and for a sum of bodies of
- * b bytes among W ranks
- *     out    b read and written, as frames
- *     sum    b read twice, once for the frames' checksums, b / W written
- *     out    b / W read and written, as a frame
- *     in     b read and written */
+/* All-gather and all-reduce as messages, between them (csrc/exchange/gather.c defines the result). Only exchanges that
+ * run one of them within need these, because process groups have both. All-gather is the codec's own encode and decode.
+ * All-reduce cuts a body of b bytes in W slices, one for each rank to sum; frames carry the slices. Bandwidth is the
+ * limit:
+ *     out    reads the body and writes its slices as frames, b each
+ *     sum    reads W copies of our slice, b, twice, once for the frames' checksums, and writes the sum, b / W
+ *     out    writes the sum as a frame, b / W
+ *     in     reads all sums and writes the body, b each */
 #include "exchange.cuh"
 
 namespace {

@@ -1,12 +1,13 @@
-/* Hierarchical between the messages (csrc/exchange/hierarchical.c defines the result). Of n elements of b bytes, L ranks
- * a node:
- *     scatter   n b read and written, as frames
- *     sum       n b read twice, once for the frames' checksums, 4 n / L written
- *     within    the inner exchange of n / L elements, whose group is that sum
- *     gather    n / L written as a frame
- *     end       n b read twice, n b written
- * The inner exchange has a head of its own behind ours, and ends before the gather: what fails before that end is taken out
- * of the memory there. After what fails later, the memory forgets its residual. */
+/* Hierarchical between the messages (csrc/exchange/hierarchical.c defines the result). Each rank sums one slice of its
+ * node's gradients, uncompressed; the ranks that have the same slice in all nodes run another exchange, the inner one,
+ * over it; then each sends the result to its node. Bandwidth is the limit. Of n elements of b bytes, L ranks a node:
+ *     scatter   reads the group and writes it as frames, n b each
+ *     sum       reads n b twice, once for the frames' checksums, and writes our slice's mean as float32, 4 n / L
+ *     within    the inner exchange of n / L elements, whose group is that mean
+ *     gather    writes our slice as a frame, b n / L
+ *     end       reads n b twice, writes the segments, n b
+ * The inner exchange has a head of its own behind ours, and ends before the gather. What fails before that end is taken
+ * out of the memory there. After what fails later, the gradient is gone, and the memory forgets its residual. */
 #include "exchange.cuh"
 
 namespace {

@@ -1,22 +1,19 @@
-/* One-bit rings between the messages (csrc/exchange/ring.c defines the result): what sid_exchange_advance does, enqueued.
- * A slice of b bytes, n / (8 W) of them in a ring of W ranks, costs a hop
- *     merging    4 b    what came, own bits, and both places where the outcome goes
- *     copying    3 b
- * and where the torus turns from rows to columns, whose slices are others, b or 2 b more. At the end n / 8 bytes are read
- * for the payload's checksum, and decoded as any.
- *
- * Own signs are taken slice by slice while the messages travel, where the caller asks for that (SID_CUDA_BESIDE) and has the
- * messages on another stream; else all of them before round 0. The bytes are the same.
- *
- * A fault travels as on the CPU: in the flags of the frames. The host sees it in the report, when it looks there. Slices
- * are merged while their checksum is made: what was merged of a bad one is never used, since all ranks fail. */
+/* One-bit rings between the messages (csrc/exchange/ring.c defines the result). The signs of a rank lie in wire, 1 bit
+ * an element. A hop reads the slice that has come, merges it with own signs at random, and writes the result in their
+ * place and into the frame that goes out; a thread has 16 bytes, for which it draws a block of the random stream. At
+ * the end n / 8 bytes are read for the payload's checksum, and decoded as any. Bandwidth is the limit, or the launches,
+ * two or three a round, if slices are small. A hop of a slice of b bytes, n / (8 W) in a ring of W ranks, costs
+ *     merging    4 b    reads what came and own signs, writes both places
+ *     copying    3 b    reads what came, writes both places
+ * and b or 2 b more where the torus turns from rows to columns, which have other slices. */
 #include "exchange.cuh"
 
 namespace {
 
 /* ---- a hop -------------------------------------------------------------------------------------------------------- */
 
-/* Bits set with probability votes / (votes + 1), for block `block` of 128 elements. */
+/* Returns 128 bits, each set with probability votes / (votes + 1), for block `block` of 128 elements. It compares a
+ * uniform number with that probability, digit by digit, until all bits are decided. */
 __device__ uint4 mask_of(const sid_draw &d, uint64_t block, uint32_t phase, uint32_t votes) {
     uint32_t mask[4] = {}, open[4] = {~0u, ~0u, ~0u, ~0u};
     uint64_t rest = votes;
@@ -39,7 +36,9 @@ enum {
     HOP_BLOCKS = 4 /* on a multiprocessor */
 };
 
-/* A thread has 16 bytes, a block of the random stream. `one`: what comes in is what goes out. */
+/* Merges or copies a slice. `one`: the slice that comes in is the one that goes out; else a launch does one of the two.
+ * A slice is merged while its checksum is computed: if it was bad, nothing uses the result, because all ranks fail. A
+ * fault travels in the flags of the frames, as on the CPU. */
 __global__ void __launch_bounds__(SID_BLOCK, HOP_BLOCKS) sid_hop_kernel(sid_frames s, sid_hop h, bool one) {
     sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
@@ -160,7 +159,9 @@ sid_status encode_part(const sid_cuda_exchange_step &t, sid_encoding_part part, 
     return part == SID_RANGE && c->from == c->until && i ? SID_OK : sid_enqueue(*c, t.table, t.work);
 }
 
-/* Slice round + 1, while slice `round` of the first ring is on its way. */
+/* Takes own signs of slice round + 1 while slice `round` of the first ring is on its way. The caller asks for it by
+ * SID_CUDA_BESIDE, and has the messages on another stream; else all signs are taken before round 0. The bytes are the
+ * same. */
 sid_status meanwhile(sid_cuda_exchange_step &t, uint32_t round) {
     sid_cuda_encoding c;
     uint64_t from, to;

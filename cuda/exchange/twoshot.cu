@@ -1,16 +1,15 @@
-/* Two-shot between the messages (csrc/exchange/twoshot.c defines the result). A rank's step of n elements, W ranks and
- * payloads of P(m) bytes for m elements is the codec's own passes:
- *     shot 1   W encodes of n / W elements, windows of the group's table, each with its own state: in the launches of one
- *              where the codec has that (sid_several), of as many at once as the device has room for; else one after the
- *              other; the short slice by itself
- *     sum      a decode of W payloads of n / W elements into float32 in work
- *     shot 2   an encode of that
- *     end      W P(n / W) read to check the means, before any rank writes; then W decodes of n / W elements
- * so that bytes per element are those of an encode and a decode of n, and of n / W once more.
+/* Two-shot between the messages (csrc/exchange/twoshot.c defines the result). Nearly all work is the codec's own passes
+ * over slices of n / W elements, for W ranks; the kernels here only pass faults on. So the limit is the codec's, and
+ * bytes per element are those of an encode and a decode of n elements, and of n / W once more. P(m): bytes of a payload
+ * of m elements.
+ *     shot 1   encodes W slices, windows of the group's table, each with a state of its own: as many as the device has
+ *              room for in the launches of one encode, if the codec has that (sid_several); the short slice by itself
+ *     sum      decodes the W payloads of our slice, and writes their mean as float32 to work
+ *     shot 2   encodes that mean
+ *     end      reads W P(n / W) bytes to check them, before any rank writes; then W decodes write the segments
  *
- * What fails on this rank closes the gate (exchange.cuh) of the second encode, whose payload is then none, and the others
- * fail with it. One slice that is not finite makes all so: that is known when the means have been checked, and the decodes
- * are told. */
+ * A fault of this rank closes the gate of the second encode (exchange.cuh), so its payload is none, and the others fail
+ * with it. One slice that is not finite makes all so: the check knows it, and the decodes are told. */
 #include "exchange.cuh"
 
 namespace {
