@@ -5,13 +5,16 @@
     a longer, name, than, the, column
                     what it is
 
-Markdown would run these lines together. Here such a paragraph becomes a definition list.
+Markdown would run these lines together. Here such a paragraph becomes a definition list. The name of a page,
+docs/NAME.md, becomes a link to it.
 """
 
 import inspect
 import re
 
 import griffe
+
+PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
 
 
 class Lists(griffe.Extension):
@@ -21,7 +24,8 @@ class Lists(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    return "\n\n".join(as_list(part) if is_list(part) else part for part in re.split(r"\n{2,}", text))
+    text = "\n\n".join(as_list(part) if is_list(part) else part for part in re.split(r"\n{2,}", text))
+    return PAGE.sub(r"[\1](\1.md)", text)
 
 
 def is_list(paragraph: str) -> bool:

@@ -4,7 +4,9 @@ that the site does not have, alerts, and drawings for dark screens.
 In the repository a link is a path to a file, so that it works on GitHub too. Here it becomes a link to the
 page, if the site has one for that file, and else to the file on GitHub. A link to a file that does not exist
 stays as it is: mkdocs refuses it. GitHub's alerts (> [!NOTE]) become admonitions, and each docs/images/*.svg
-gets a dark sibling, of which the site shows one.
+gets a dark sibling, of which the site shows one. Long code in a line may break after a dot, an equals sign
+or a bracket; short code and quantities in tables do not break. The search ranks the pages for users first,
+and records and figures last.
 """
 
 import json
@@ -29,6 +31,12 @@ OUTSIDE = {
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 ALERT = re.compile(r"^> \[!(\w+)\]\n((?:>.*(?:\n|$))+)", re.M)
 DRAWING = re.compile(r"!\[([^\]]*)\]\((images/[\w-]+)\.svg\)")
+CODE = re.compile(r"(?<!</span>)<code>([^<\n]+)</code>")
+SHORT = 15  # characters
+QUANTITY = re.compile(r"(?<=\d) (?=(?:%|[KMG]B?|[MG]bit/s|ms)(?!\w))")
+CELL = re.compile(r"<t[dh][ >].*?</t[dh]>", re.S)
+BREAK = re.compile(r"(?<=\w)([=_(/]|\.(?!\d))(?=\w|[&\"\[({*])")
+RANKS = {"Use": 2, "Project": 0.3}  # the search multiplies scores by these
 DARK = {"#fff": "#1e2129", "#222": "#e2e4e9", "#555": "#9a9ca5", "#f6f6f6": "#2b2e38", "#ccc": "#555865"}
 DARK |= {"#9fb3c8": "#44607c", "#edae49": "#8f6420", "#66a182": "#3b6b53", "#d1495b": "#a33848"}
 
@@ -55,6 +63,10 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
+    rank = RANKS.get(page.parent.title, 1) if page.parent else 1
+    if page.file.src_uri.startswith("results/") or page.file.src_uri == OUTSIDE["tests/TRACK_RECORD.md"]:
+        rank = 0.2
+    page.meta["search"] = {"boost": rank}
     if page.file.src_uri.startswith("results/"):
         return markdown
     sources = {name: source for source, name in OUTSIDE.items()}
@@ -63,6 +75,22 @@ def on_page_markdown(markdown, page, config, files):
     markdown = LINK.sub(lambda link: f"]({moved(link[1], source, config.repo_url)}{link[2] or ''})", markdown)
     markdown = DRAWING.sub(r"![\1](\2.svg#only-light)\n![\1](\2-dark.svg#only-dark)", markdown)
     return ALERT.sub(lambda found: admonition(found[1], found[2]), markdown)
+
+
+def on_page_content(html, page, config, files):
+    html = CELL.sub(lambda cell: QUANTITY.sub("&nbsp;", cell[0]), html)
+    return CODE.sub(lambda code: breakable(code[1]), html)
+
+
+def on_post_page(output, page, config):
+    # Material's script would ask api.github.com for the stars of such a link.
+    return output.replace(' data-md-component="source"', "")
+
+
+def breakable(code: str) -> str:
+    if len(code) > SHORT:
+        return f"<code>{BREAK.sub(lambda sign: sign[1] + '<wbr>', code)}</code>"
+    return f'<code class="short">{code}</code>' if re.search("[- ]", code) else f"<code>{code}</code>"
 
 
 def admonition(kind: str, quoted: str) -> str:

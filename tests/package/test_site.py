@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import unquote, urldefrag
 
 import pytest
 import sidcomp
@@ -77,3 +79,25 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert 'href="../results/papers-cupcake/"' in (tmp_path / "papers" / "index.html").read_text()
     for file in (ROOT / "benchmarks" / "results").glob("*.json"):
         assert "<table>" in (tmp_path / "results" / file.stem / "index.html").read_text()
+    assert 'data-md-component="source"' not in first, "the page would ask api.github.com for stars"
+    assert 'href="../planning/">planning</a>' in page and "docs/planning.md" not in page
+    assert "sidcomp.<wbr>Options(<wbr>exclude" in (tmp_path / "which-one" / "index.html").read_text()
+    found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    boosts = {entry["location"]: entry.get("boost", 1) for entry in found}
+    assert boosts["start/"] > boosts["wire/"] > boosts["changes/"] > boosts["track-record/"]
+    assert broken_links(tmp_path) == []
+
+
+def broken_links(site: Path) -> list[str]:
+    """Links of the finished pages that lead to no file or anchor; mkdocs checks those of the sources."""
+    pages = {page: page.read_text() for page in site.rglob("*.html") if page.name != "404.html"}
+    anchors = {page: set(re.findall(r'\b(?:id|name)="([^"]+)"', text)) for page, text in pages.items()}
+    broken = []
+    for page, text in pages.items():
+        for link in set(re.findall(r'\b(?:href|src)="(?!\w+:|//)([^"]*)"', text)):
+            path, anchor = urldefrag(unquote(link))
+            target = (page.parent / path).resolve() if path else page
+            target = target / "index.html" if target.is_dir() else target
+            if not target.exists() or (anchor and anchor not in anchors.get(target, {anchor})):
+                broken.append(f"{page.relative_to(site)}: {link}")
+    return broken

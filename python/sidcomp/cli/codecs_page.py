@@ -95,7 +95,7 @@ def _rows(entries: Sequence[Codec]) -> str:
 
 def _short(text: str) -> str:
     """The first sentence of a long text."""
-    return text if len(text.split()) <= _LONG else text.partition(". ")[0] + "."
+    return text if len(text.split()) <= _LONG else text.partition(". ")[0].removesuffix(".") + "."
 
 
 def _source(entry: Codec) -> str:
