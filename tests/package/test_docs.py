@@ -110,7 +110,7 @@ def test_quoted_messages_are_those_of_the_code() -> None:
     code = {s for f in (ROOT / "python").rglob("*.py") for s in strings(ast.parse(f.read_text()))}
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     quoted = re.findall(r"^```\n(.*?)\n```$", page, re.M | re.S)
-    assert len(quoted) > 20 and "<>" not in page
+    assert len(quoted) >= 20 and "<>" not in page
     for message in quoted:
         assert any(could_say(template, message) for template in code), message
 
@@ -224,7 +224,7 @@ def test_the_glossary_is_short_and_its_terms_are_in_use() -> None:
     written = [p for p in PAGES if p.name not in ("glossary.md", "CHANGELOG.md")]
     pages = " ".join(p.read_text().lower() for p in written)
     for term in terms:
-        assert all(word in pages for word in term.split(", ")), term
+        assert all(word in pages for word in term.lower().split(", ")), term
 
 
 GONE = r"(?<!round[\s_-])trips? parcels? journeys? verdicts? resting spoil(ed|s)? parked rivals?"
