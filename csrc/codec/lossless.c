@@ -300,9 +300,9 @@ const sid_codec sid_codec_lossless = {
         {.name = "lossless",
          .family = "dense",
          .paper = "Goldstein et al. 1998 (frame of reference) and Zukowski et al. 2006 (PFOR), of exponents alone",
-         .doc =
-             "Every element as it is: 4 bits for its exponent, below the largest of 128 elements, sign and mantissa. "
-             "89 % of the bytes of float32, 78 % of bfloat16.",
+         .doc = "Every element exactly: sign, mantissa, and in 4 bits how far its exponent is below the largest of 128 "
+                "elements. Elements too small for these bits may arrive some steps late. 89 % of the bytes of float32, "
+                "78 % of bfloat16.",
          SID_PARAMETERS(params),
          .wire_id = 4},
     .plan = plan,

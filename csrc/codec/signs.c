@@ -421,7 +421,8 @@ const sid_codec sid_codec_marsit = {
     .info = {.name = "marsit",
              .family = "sign",
              .memory = "compensation",
-             .paper = "Marsit, section 4.1 and algorithm 1, without the ring: equation 2 over all payloads at once",
+             .paper = "Marsit (Wu et al. 2022), section 4.1 and algorithm 1, without the ring: equation 2 over all "
+                      "payloads at once",
              .doc = "The signs. For each element the sign of one rank is drawn, the same on all ranks, and decoded to "
                     "+-eta_s, as Marsit's one-bit ring does.",
              SID_PARAMETERS(params_marsit),

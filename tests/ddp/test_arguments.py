@@ -39,6 +39,8 @@ TAKES_ANY = {
 # Results, not to be made by a program; errors; and the hook, which DDP calls.
 NOT_CALLED = {"Options", "Run", "hook"}  # what Options holds is checked where it is used
 
+FOR_DOORS = {"attach", "check_open", "meet"}  # methods of State that programs do not call
+
 INSTANCE = {
     "forward_ps": 1,
     "tensors": [{"name": "a", "backward_ps": 1, "bytes": 4}],
@@ -50,7 +52,8 @@ Case = tuple[Callable[..., Any], dict[str, Any]]
 
 def methods(of: type, instance: Any, arguments: dict[str, dict[str, Any]]) -> dict[str, Case]:
     """Those that have arguments; arguments: the ones without a default."""
-    names = [n for n, f in vars(of).items() if not n.startswith("_") and callable(getattr(of, n))]
+    own = vars(of).keys() - FOR_DOORS
+    names = [n for n in own if not n.startswith("_") and callable(getattr(of, n))]
     return {f"{of.__name__}.{n}": (getattr(instance, n), arguments.get(n, {})) for n in names}
 
 

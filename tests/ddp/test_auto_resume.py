@@ -370,19 +370,6 @@ def test_an_old_checkpoint_still_loads() -> None:
         assert (regime != PLAIN) == saved["found"]
 
 
-def test_the_former_name_of_a_stage_still_loads() -> None:
-    """The stage after the search was saved as resting."""
-    ends = [(s, c) for s, c in run(some, 2)[0] if c["report"]["stage"] == outcome.SETTLED]
-    assert ends
-    for source, saved in ends:
-        old = {**saved, "report": {**saved["report"], "stage": "resting"}}
-        journal.check(old)
-        c = Controller(sidcomp.State("auto", candidates=["topk"], warmup=0).settings, None)
-        c.resume(Resume({}, source["layout"], {**source, "controller": old}))
-        assert c.report.stage == outcome.SETTLED
-        assert old["report"]["stage"] == "resting", "the checkpoint itself does not change"
-
-
 # ---- a plan that is kept, while the machine and the link change
 # ------------------------------------------------------------------------------------------------
 

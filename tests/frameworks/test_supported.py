@@ -225,6 +225,23 @@ def parametrized(parameter: Tensor) -> None:
     register(DDP(module), state())
 
 
+class Lookahead(torch.optim.SGD):
+    """Named as those of several libraries are."""
+
+
+def copies() -> None:
+    module = network()
+    sidcomp.compress(module, Lookahead(module.parameters(), lr=0.1), "int4")
+
+
+def parameter_replaced() -> None:
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with sidcomp.compress(module, optimizer, "int4") as it:
+        module[2].weight = nn.Parameter(module[2].weight.detach().clone())
+        it.average()
+
+
 REFUSALS: dict[str, Callable[[], object]] = {
     "FSDP1, `fsdp.register_comm_hook(state, sidcomp.hook)`": fsdp_hook,
     "FSDP1 in `register`": lambda: register(fsdp(), state()),
@@ -241,6 +258,8 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "complex parameters": lambda: parametrized(torch.zeros(4, dtype=torch.complex64)),
     "a module that was converted after it was wrapped": lambda: register(DDP(network()).bfloat16(), state()),
     "float64 gradients": lambda: train(DDP(network().double()), x=torch.ones(4, 8).double()),
+    "updates of an optimizer that keeps a copy of the parameters (schedule-free, Lookahead)": copies,
+    "updates, and a parameter replaced by another tensor": parameter_replaced,
     "`join()` with a memory": joined,
 }
 

@@ -7,10 +7,10 @@ from sidcomp import core as _core
 from sidcomp.config.registry import Codec, Parameter, codecs, memories
 
 RECOMMENDED = {  # for what; the first is the safest
-    "bf16": "the safest start: rounding only",
+    "bf16": "the least risk: rounding only",
     "fp16": "the same, with more precision and less range",
     "int4": "gradients with Adam",
-    "int2": "updates, in half of int4's bytes",
+    "int2": "updates, in half of int4's bytes; less good for gradients",
     "topk": "gradients with SGD, and updates: `density=0.01`, or `ratio=100`",
     "lossless": "where nothing may be rounded",
 }
@@ -28,25 +28,34 @@ _INTRODUCTION = """\
 # Codecs and memories
 
 A codec turns a vector into a payload, and a memory keeps what was not sent. Name a codec with its parameters:
-`sidcomp.compress(model, optimizer, "topk", density=0.01)`. Without a name sidcomp chooses
-([start](start.md#what-auto-does)). `sidcomp codecs NAME` explains a codec and its parameters in full.
+`sidcomp.compress(model, optimizer, "topk", density=0.01)`. Without a name
+sidcomp [chooses](start.md#what-auto-does). `sidcomp codecs NAME` explains a codec and its parameters in full.
 
 ## Recommended
 
-| codec | bytes, of float32's | for | how it works |
+| codec | payload, of float32's bytes | for | how it works |
 |---|---|---|---|
 """
 
 _SPARSE = """\
 Sparse codecs, `topk` among them, take `density`, the fraction of the elements that is sent, or `ratio=R`, at
-most 1 / R of the bytes. `values="log4"` and `indices="packed"` send each element in fewer bits.
+most 1/R of the bytes. `values="log4"` and `indices="packed"` send each element in fewer bits.
+"""
+
+_SENT = """
+## Bytes that a rank sends
+
+With n ranks plain DDP sends 2(n-1)/n of the gradient's bytes, an all-gather n-1 payloads, and two-shot
+2(n-1)/n payloads. From five ranks on sidcomp takes two-shot by itself, if it sends less than half of what the
+all-gather sends. On four ranks it sends half: name it, `Options(exchange="twoshot")`.
 """
 
 _MEMORIES = """
 ## Memories
 
 Each codec comes with the memory of its paper; `options=sidcomp.Options(memory="dgc")` names another. A memory
-takes 4 bytes for each element on every rank, `dgc` 8; `memory_dtype="bfloat16"` halves that, on CPUs.
+takes 4 bytes for each element on every rank, `dgc` 8. `memory_dtype="bfloat16"` halves that; it is not
+implemented for CUDA.
 
 | memory | what it does, and its source | parameters |
 |---|---|---|
@@ -55,10 +64,10 @@ takes 4 bytes for each element on every rank, `dgc` 8; `memory_dtype="bfloat16"`
 _END = """
 - **The learning rate.** An element that is sent late is multiplied by a later rate. `compress` follows the
   optimizer and rescales the residual by the old rate over the new one (EF-SGD; Karimireddy et al. 2019).
-- **`dgc`** returns velocities, up to 1 / (1 - momentum) times as large as gradients: clip at a norm so much
+- **`dgc`** returns velocities, up to 1/(1 - momentum) times as large as gradients: clip at a norm so much
   higher, or before compression with `clip_norm=1.0`.
-- **`compensation`** is Marsit's: choose `eta_s` as large as the gradient's elements, and send full-precision
-  steps, `Options(full_every=100)`.
+- **`compensation`** is for `marsit`: choose `eta_s` as large as the gradient's elements, and
+  `Options(full_every=100)`.
 - **A step that is not finite** is discarded on all ranks, and is never sent later.
 """
 
@@ -73,6 +82,7 @@ def markdown_page() -> str:
     page = _INTRODUCTION
     for name, use in RECOMMENDED.items():
         page += f"| `{name}` | {_share(found[name])} | {use} | {found[name].doc} |\n"
+    page += _SENT
     for family, title in _FAMILIES.items():
         rows = _rows([c for c in codecs() if c.family == family and c.name not in RECOMMENDED])
         page += f"\n## {title}\n\n" + (f"{_SPARSE}\n" if family == "sparse" else "")
@@ -95,7 +105,7 @@ def _rows(entries: Sequence[Codec]) -> str:
 
 def _short(text: str) -> str:
     """The first sentence of a long text."""
-    return text if len(text.split()) <= _LONG else text.partition(". ")[0].removesuffix(".") + "."
+    return text if len(text.split()) <= _LONG else text.partition(". ")[0].rstrip(".") + "."
 
 
 def _source(entry: Codec) -> str:
