@@ -11,6 +11,7 @@ figure is written twice. With --check nothing is written, and it ends with 1 if 
 import argparse
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -18,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.compact_json import RESULTS, markdown
+from benchmarks.compact_json import RESULTS, dumps, markdown
 from benchmarks.papers import claims
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +29,7 @@ Table = Callable[[], list[Row]]
 TABLES: dict[str, Table] = {"claims": claims.rows}
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "none": "not limited"}
 TASKS = {"lm": "GRU, 2.3 M", "mlp": "MLP, 6.4 M", "cnn": "CNN, 5.8 M"}
+TRAIN = "train-gpt"
 MODELS = {"lm": "GRU", "gpt": "transformer"}
 
 
@@ -365,6 +367,30 @@ TABLES["marsit-bytes"] = lambda: pivot(
 )
 
 
+# ---- make train ----------------------------------------------------------------------------------
+
+
+@table
+def train() -> list[Row]:
+    return list(record(TRAIN)["rows"])
+
+
+def keep(out: Path) -> None:
+    """Takes table and picture of a `make train` for README."""
+    found = json.loads((out / "table.json").read_text())
+    (_, *columns), *lines = found["cells"]
+    rows = [dict(zip(["", *columns], line, strict=True)) for line in lines]
+    cpu, *_ = found["machine"].split(",")
+    kept = {
+        "title": "make train: a transformer with AdamW, plain DDP beside updates",
+        "note": "\n".join(found["notes"]),
+        "machine": {"cpu": cpu, "torch": found["machine"].rpartition(" ")[2]},
+        "rows": rows,
+    }
+    (RESULTS / f"{TRAIN}.json").write_text(dumps(kept))
+    shutil.copy(out / "train.png", ROOT / "docs" / "images" / "train.png")
+
+
 # ---- the pages -----------------------------------------------------------------------------------
 
 
@@ -379,7 +405,10 @@ def written(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; name the pages that differ")
+    parser.add_argument("--train", type=Path, metavar="OUT", help="keep what `make train` wrote there, first")
     args = parser.parse_args(argv)
+    if args.train:
+        keep(args.train)
     stale = {page: new for page in pages() if (new := written(old := page.read_text())) != old}
     for page, new in stale.items():
         print(f"{page.relative_to(ROOT)}: {'differs: make figures' if args.check else 'written'}")

@@ -44,8 +44,7 @@ class Run:
     times: list[float] = field(default_factory=list)  # of timed steps, in seconds
     losses: list[float] = field(default_factory=list)  # of each step, on this rank's batch
     curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, seconds, the task's metric
-    tcp_bytes: list[float] = field(default_factory=list)  # sent in a step, by the kernel, of each timed turn
-    tcp_total: int = 0  # sent in all steps, by the kernel; 0 where it does not count
+    tcp_bytes: list[float] = field(default_factory=list)  # sent in a step, by the kernel, of each turn
     wire_bytes: list[float] = field(default_factory=list)  # sent in a step, by State.stats(), likewise
     elements: int = 0  # of the model's gradient
     stats: dict[str, float] = field(default_factory=dict)  # State.stats() over all steps
@@ -170,10 +169,8 @@ class Trainer:
             self.compressed.average()  # what the last steps did
         now = tcp_bytes_sent()
         steps = until - before
-        if sent is not None and now is not None:
-            run.tcp_total += now - sent
-            if run.found:
-                run.tcp_bytes.append((now - sent) / steps)
+        if run.found and sent is not None and now is not None:
+            run.tcp_bytes.append((now - sent) / steps)
         if run.found and self.state is not None:
             run.wire_bytes.append((self.wire_bytes() - stated) / steps)
 
@@ -208,8 +205,10 @@ class Trainer:
         if self.state is None:
             return
         stats = self.state.stats()
-        sums = ("steps", "wire_bytes", "encode_seconds", "wait_seconds", "decode_seconds")
+        sums = ("steps", "uncompressed", "wire_bytes", "encode_seconds", "wait_seconds", "decode_seconds")
         steps = self.run.step - self.first
+        # "auto" for updates counts from its choice on; until then nothing was compressed.
+        stats["uncompressed"] = max(0, steps - stats["steps"] * self.args.every) if self.args.updates else 0
         stats["steps"] = steps
         self.run.stats = {k: self.earlier.get(k, 0) + stats[k] for k in sums}
         self.run.stats["density"] = stats["density"]

@@ -3,7 +3,9 @@ in an exchange, and over many exchanges of ranks whose speed changes."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -169,6 +171,39 @@ def test_after_an_error_nothing_is_lost_and_nothing_doubled(where: str, who: int
             assert own or error == "memory", "what the optimizer did is gone"
         if away is not None:
             assert away < 1e-5, f"rank {rank}: {away:.1e} of what the optimizers did is missing or doubled"
+
+
+# ---- ranks that go
+# ------------------------------------------------------------------------------------------------------------
+
+
+def loses_a_peer(rank: int, world: int, how: int, arguments: dict[str, Any]) -> tuple[str, bool, bool]:
+    module = network()
+    books = Books(module, sgd(module, 0.02), updates=True, **arguments)
+    for number in range(6):
+        books.step(rank, number)
+    if rank == world - 1:
+        os.kill(os.getpid(), how)
+    common, said = books.common(), ""
+    for number in range(6, 16):
+        try:
+            books.step(rank, number)
+        except (RuntimeError, sidcomp.SidcompError) as e:
+            said = f"{type(e).__name__}: {e}"
+            break
+        common = books.common()  # the first exchange may still find the peer's last bytes
+    return said, torch.equal(books.common(), common), torch.equal(flat(module), books.own)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_rank_that_goes_is_an_error_and_nothing_moves(how: int, every: int) -> None:
+    arguments = {"codec": "topk", "density": 0.1, "every": every}
+    found = run(loses_a_peer, 3, int(how), arguments, dying=[2], group_timeout=12)
+    for said, common, own in found[:2]:
+        assert said.startswith("ExchangeError: "), said
+        assert common, "the common parameters moved without a rank"
+        assert own, "what the optimizer did is gone"
 
 
 # ---- the bits of plain DDP

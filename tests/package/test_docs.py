@@ -296,8 +296,10 @@ def test_the_readme_is_read_in_a_minute() -> None:
     text = (ROOT / "README.md").read_text()
     lines = text.splitlines()
     assert "GPU status" in lines[2]
-    demo = lines[lines.index("<!-- demo -->") + 1 : lines.index("<!-- /demo -->")]
-    assert [line for line in lines if line.startswith("|")] == demo and len(demo) == 2 + 6  # one table
+    table = lines[lines.index("<!-- table: train -->") + 1 : lines.index("<!-- /table -->")]
+    assert [line for line in lines if line.startswith("|")] == table[1:-1] and len(
+        table
+    ) == 4 + 6  # one table
     assert len(lines) <= 100 and len(text.split()) <= 550
 
 
