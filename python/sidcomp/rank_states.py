@@ -9,7 +9,7 @@ missing.
 import io
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,17 @@ def write(
     files.write(path, lambda file: torch.save(saved, file), CheckpointError)
 
 
-def write_together(folder: Path, state: State, run: str, beside: dict[str, Any], model: int = 0) -> None:
+def write_together(
+    folder: Path,
+    state: State,
+    run: str,
+    beside: dict[str, Any],
+    model: int,
+    shards_agree: Callable[[bool], bool],
+) -> None:
     """As `write`, so that the folder has the files of all ranks or, if one cannot write, the former ones.
-    Every rank calls it at the same point. Raises CheckpointError on every rank."""
+    Every rank calls it at the same point. shards_agree: whether something holds on the ranks with the other
+    shards of this replica, too. Raises CheckpointError on every rank."""
     group = group_of(state)
     pending = folder / f"{_PENDING}{_part_of(state)}"  # the ranks of each shard remove their own
     new, final = (_own_file(each, state, model) for each in (pending, folder))
@@ -81,10 +89,11 @@ def write_together(folder: Path, state: State, run: str, beside: dict[str, Any],
         problem = f"rank {dist.get_rank(group)}: {e}"
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, problem, group)
-    if any(told):
+    if not shards_agree(not any(told)):
         with suppress(OSError):
-            new.unlink()
-        raise CheckpointError(next(filter(None, told)))
+            new.unlink(missing_ok=True)
+            new.parent.rmdir()  # the last rank does
+        raise CheckpointError(next(filter(None, told), "a rank with another shard could not write its file"))
     os.replace(new, final)
     dist.barrier(group)
     with suppress(OSError):  # another rank has removed it, or it is on another machine

@@ -19,6 +19,7 @@ from sidcomp.config.accuracy import EXACT, HUNDREDTH, OUTER, CodecSpec, adaptive
 from sidcomp.config.accuracy import check as check_accuracy
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.doors.ddp import register, rewrap
+from sidcomp.doors.fsdp.hsdp import Door as HSDPDoor
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.local.arguments import check_error_in_parameters
 from sidcomp.local.choice import CANDIDATES, Choosing
@@ -249,7 +250,8 @@ class Run(ABC):
         CheckpointError, and the folder has the former files. number: of this run, if several save into the
         same folder. Every rank calls it at the same point, between two steps."""
         beside = self._beside()
-        rank_states.write_together(Path(folder), self.state, self._run_name(), beside, number)
+        name, agree = self._run_name(), self._shards_agree
+        rank_states.write_together(Path(folder), self.state, name, beside, number, agree)
 
     def load(self, source: str | Path | Sequence[dict[str, Any]], number: int = 0) -> bool:
         """Loads what `save` has written, after the program has loaded the model and the optimizer; or a list
@@ -281,6 +283,10 @@ class Run(ABC):
     def _beside(self) -> dict[str, Any]:
         """What a file has beside the State's dictionary."""
         return {}
+
+    @abstractmethod
+    def _shards_agree(self, yes: bool) -> bool:
+        """Whether it holds on the ranks with the other shards of this replica, too."""
 
     def _load(self, found: list[dict[str, Any]]) -> None:
         states = [f["state"] for f in found]
@@ -337,6 +343,10 @@ class GradientRun(Run):
                 "sent in place of gradients: pass the module without DDP, or updates=True"
             )
         return text
+
+    def _shards_agree(self, yes: bool) -> bool:
+        door = self.state.door
+        return door.shards.all_agree(yes) if isinstance(door, HSDPDoor) else yes
 
     @contextmanager
     def common(self) -> Iterator[torch.nn.Module]:
@@ -444,6 +454,9 @@ class UpdateRun(Run):
 
     def common(self) -> AbstractContextManager[torch.nn.Module]:
         return self.updates.common()
+
+    def _shards_agree(self, yes: bool) -> bool:
+        return self.updates.shards.peers.all_agree(yes)
 
     def average(self) -> None:
         self.updates.average()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from harness import run
 from local_training import alike, backward, flat, network
+from sidcomp import rank_states
 from sidcomp.local import choice
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -152,6 +153,37 @@ def test_each_shard_has_files_of_its_own(tmp_path: Path, updates: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
     names = [f"sidcomp-shard{shard}of2-rank{replica}.pt" for shard in range(2) for replica in range(2)]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+def a_shard_cannot_write(rank: int, world: int, folder: str, updates: bool) -> tuple[str, bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    module = network()
+    fully_shard(module, mesh=mesh["shard"] if updates else mesh)
+    optimizer = sgd(module)
+    group = mesh.get_group("replicate") if updates else None
+    with sidcomp.compress(module, optimizer, "topk", density=0.1, process_group=group) as it:
+        train(module, optimizer, rank, range(1))
+        it.save(folder)
+        dist.barrier()
+        before = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+        train(module, optimizer, rank, range(1, 2))
+        if rank == 3:
+            rank_states.write = no_room  # type: ignore[assignment]
+        with pytest.raises(sidcomp.CheckpointError) as caught:
+            it.save(folder)
+        dist.barrier()
+        return str(caught.value), before == {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+
+
+def no_room(*_: Any) -> None:
+    raise sidcomp.CheckpointError("no space left on the device")
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_if_one_shard_cannot_write_all_files_stay(tmp_path: Path, updates: bool) -> None:
+    for rank, (said, same) in enumerate(run(a_shard_cannot_write, 4, str(tmp_path), updates)):
+        assert ("no space left" if rank % 2 else "another shard could not write") in said
+        assert same
 
 
 def several(rank: int, world: int) -> tuple[bool, int]:
