@@ -1,4 +1,4 @@
-"""Where a tensor's elements begin, for calls of the core. No other code asks a tensor for that."""
+"""Finds the address of a tensor's elements, for calls of the core. No other code asks a tensor for it."""
 
 from typing import TYPE_CHECKING
 

@@ -13,7 +13,7 @@ from typing import IO, Any, Literal
 
 from sidcomp.errors import ArgumentError, SidcompError
 
-# What a text may have at most, so that no parser recurses, converts or searches for long.
+# These limit a text, so that no parser recurses, converts or searches for long.
 MOST = 2**26  # bytes of a file
 _DEPTH = 64  # lists and tables inside of one another
 _WORD = 100  # characters of a number or of a word that is not quoted
@@ -22,7 +22,7 @@ _PARTS = 16  # parts of a dotted key
 _LONG_WORD = re.compile(rf"(?<![\w+-])[\w+-]{{{_WORD + 1}}}")
 _KEY_ENDS = re.compile(r"[,=\n\[\]{}]")
 _NOT_BRACKETS = re.compile(r"[^\[\]{}]+")
-# What begins a string or a comment of TOML, and what ends each.
+# These patterns find the beginning of a string or a comment of TOML, and the end of each.
 _BEGIN = re.compile(r'"""|\'\'\'|["\'#]')
 _END = {
     '"': re.compile(r'(?:\\.|[^"\\\n]+)*["\n]?', re.DOTALL),

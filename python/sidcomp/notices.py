@@ -1,4 +1,4 @@
-"""What people see without any logging set-up: lines on stderr, and warnings, which `strict` makes errors."""
+"""Notices that need no logging set-up: lines on stderr, and warnings, which `strict` turns into errors."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What a program rarely sets for `sidcomp.compress`."""
+"""Options of `sidcomp.compress` that a program rarely sets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ from sidcomp.planner.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is rarely set: `sidcomp.compress(model, optimizer, options=sidcomp.Options(exclude="1-D"))`.
+    """Options rarely set: `sidcomp.compress(model, optimizer, options=sidcomp.Options(exclude="1-D"))`.
 
     None, or an empty tuple, leaves the choice to sidcomp. `sidcomp.State` describes what is not described
     here; it takes the same arguments.

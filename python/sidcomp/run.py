@@ -232,8 +232,8 @@ class Run(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to continue with the same bits, beside the dictionaries of the model and the
-        optimizer. Every rank saves its own; `save` does so for all."""
+        """Returns what this rank needs to continue with the same bits, besides the dictionaries of the model
+        and the optimizer. Every rank saves its own; `save` does so for all."""
 
     @abstractmethod
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -270,8 +270,8 @@ class Run(ABC):
         return bool(found)
 
     def rank_state(self) -> dict[str, Any]:
-        """What `save` writes on this rank, for a checkpoint of another form, such as one file for all ranks.
-        Every rank calls it at the same point, between two steps."""
+        """Returns what `save` writes on this rank, for a checkpoint of another form, such as one file for all
+        ranks. Every rank calls it at the same point, between two steps."""
         beside = self._beside()
         return {"run": self._run_name(), "state": self.state.state_dict(), "beside": beside}
 
@@ -281,7 +281,7 @@ class Run(ABC):
         return self._name
 
     def _beside(self) -> dict[str, Any]:
-        """What a file has beside the State's dictionary."""
+        """Returns what a file holds besides the State's dictionary."""
         return {}
 
     @abstractmethod
@@ -555,7 +555,7 @@ class UpdateRun(Run):
 
 
 def _common(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a State without compression takes of the arguments."""
+    """Returns the arguments that a State without compression takes."""
     return {
         name: arguments[name] for name in ("seed", "checksum_every", "groups", "isa") if name in arguments
     }
@@ -571,7 +571,7 @@ def _spec(codec: str, parameters: dict[str, Any], outer: OuterOptimizer | None) 
 
 
 def _where(module: torch.nn.Module, state: State, how: dict[str, Any]) -> str:
-    """Where the error is kept: in the parameters, if that is possible."""
+    """Chooses where the error is kept: in the parameters, if that is possible."""
     memories = [c.memory.traits for c in state.settings.candidates if not c.codec.lossless]
     fits = all("feedback" in traits for traits in memories) and not state.settings.momentum
     single = all(p.dtype is torch.float32 for p in module.parameters() if p.requires_grad)

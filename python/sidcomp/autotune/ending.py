@@ -1,4 +1,4 @@
-"""What is said at a State's end if it compressed nothing, or had not decided yet."""
+"""The notice at a State's end if it compressed nothing, or had not decided yet."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from sidcomp.runtime.step import Step
 
 
 class Ending:
-    """What is to be said when a State is closed, or was collected. It does not keep the State alive."""
+    """Gives notice when a State is closed, or was collected. It does not keep the State alive."""
 
     def __init__(self, what: str, step: Step) -> None:
         self.what, self._step = what, step

@@ -61,7 +61,7 @@ class Travelling:
     def _compute(self, round: int) -> None:
         self.form.advance(round, self.buffers, self.at)
 
-    # What the transport calls while it travels.
+    # The transport calls these while the payload travels.
 
     def meanwhile(self, group: "Travelling", round: int) -> None:
         if self.form.busy:

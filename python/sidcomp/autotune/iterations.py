@@ -41,7 +41,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Iteration:
-    """What was measured in the last iteration: ns from its first bucket to the next iteration's first."""
+    """The measurements of the last iteration. interval: ns from its first bucket to the next one's first."""
 
     interval: int
     clean: bool  # the groups did not change at its start
@@ -63,7 +63,7 @@ def show(text: str) -> None:
 
 
 class Iterations:
-    """What all parts of the script share: iterations, agreement of the ranks, the journal, and progress."""
+    """The base of all parts of the script: iterations, agreement of the ranks, the journal, and progress."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -80,7 +80,7 @@ class Iterations:
     # ---- agreeing ------------------------------------------------------------------------------------------
 
     def _of_ranks(self, values: list[int]) -> list[tuple[int, ...]]:
-        """What all ranks pass: for each value, those of the ranks."""
+        """Gathers the values that the ranks pass. Returns for each value a tuple of all ranks' own."""
         assert self._p is not None and self._p.exchange is not None
         exchange = self._p.exchange
         packed = struct.pack(f"<{len(values)}q", *values)
@@ -118,7 +118,7 @@ class Iterations:
 
     @property
     def _what(self) -> str:
-        """What plans: the argument of the State."""
+        """Returns the argument of the State that asks for a plan."""
         return 'State("auto")' if self.settings.auto else f"groups={self.settings.groups!r}"
 
     def _first(self) -> bool:

@@ -31,7 +31,7 @@ from sidcomp.runtime.plain_data import (
 
 Entry = dict[str, Any]
 
-# What an entry holds besides "kind", "of" (what was measured) and "done" (whether it is complete).
+# An entry holds these besides "kind", "of" (what was measured) and "done" (whether it is complete).
 #   turns    about the buckets: see measurement.turn; this rank's own
 #   profile  about the buckets: the whole profile, in place of the turns
 #   times    about groups: step times in ns; this rank's own until done, then means over the ranks

@@ -54,9 +54,9 @@ def run(
 
 
 def measured(request: dict[str, Any], tell: probe.Progress | None = None) -> dict[str, Any]:
-    """What the ranks of the default group measure together. request: "codecs", "bytes" and "seconds", the
-    same on all ranks. tell: is told what comes next. Returns the same on all ranks. Raises MismatchError
-    where the requests differ, and what the measurement raises."""
+    """Measures together with the other ranks of the default group. request: "codecs", "bytes" and "seconds",
+    the same on all ranks. tell: is told what comes next. Returns the same on all ranks. Raises MismatchError
+    if the requests differ, and what the measurement raises."""
     device, group = torch.device("cpu"), dist.group.WORLD
     assert group is not None
     exchange = Exchange(group, device, "sidcomp bench")

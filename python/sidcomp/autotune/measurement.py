@@ -1,4 +1,4 @@
-"""What the controller measures of an iteration: when gradients became ready, and how long groups took."""
+"""Measures an iteration for the controller: when gradients became ready, and how long groups took."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -141,7 +141,7 @@ def planned(layout: Layout) -> list[Piece]:
 
 
 def identity(buckets: Sequence[Bucket], exchange: Exchange) -> dict[str, Any]:
-    """What a profile belongs to. Raises nothing, because ranks also compare it."""
+    """Identifies the model and the ranks of a profile. Raises nothing, because ranks also compare it."""
     return {
         "model": model_digest(
             (name, shape, DTYPES.get(b.buffer.dtype, str(b.buffer.dtype)))

@@ -1,4 +1,4 @@
-"""What the controller has found, and what it observes of the plan that it keeps: a checkpoint holds both."""
+"""The result of the controller, and its observations of the plan that it keeps. A checkpoint holds both."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -38,7 +38,7 @@ class Report:
 
 @dataclass
 class Watch:
-    """What the controller observes of a plan that it keeps. Times are ns, means over the ranks; `times` are
+    """The controller's observations of a plan that it keeps. Times are ns, means over the ranks; `times` are
     this rank's own."""
 
     reference: int = 0  # step time; 0: the next check sets it

@@ -106,7 +106,7 @@ def measure(
 
 
 class _Task:
-    """What is to be measured."""
+    """One measurement: the candidates, and the tensors for them."""
 
     def __init__(
         self, candidates: Sequence[Candidate], exchange: Exchange, total_bytes: int, dtype: torch.dtype,

@@ -16,8 +16,8 @@ LONG, FAR = 2, 6
 # How many turns where plain DDP takes more than so many times as long as computing: overlap matters less.
 _FEWER = ((FAR, 1), (LONG, _FEW), (1.5, 4))
 _TURNS = 6  # steps of plain DDP, and steps with all exchanges after backward()
-# Of the time of a thousand steps, each as long as the geometric mean of computing and of a step of plain DDP,
-# which counts for at most LONG times computing.
+# Measuring codecs may take this share of the time of a thousand steps. Each step counts as the geometric mean
+# of computing and of a step of plain DDP, which counts for at most LONG times computing.
 _PROBE_SHARE = 0.008
 
 

@@ -51,7 +51,7 @@ def report(p: Engine) -> dict[str, Any]:
 
 
 def _groups(p: Engine, timeline: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is known of each group. timeline: the plan's prediction, if there is a plan."""
+    """Returns a row for each group with what is known of it. timeline: the plan's prediction, if any."""
     rows = []
     for g in p.groups:
         planned = timeline[g.index] if g.index < len(timeline) else None
@@ -124,7 +124,7 @@ def explain(p: Engine) -> str:
 
 
 def _explain_named(p: Engine) -> str:
-    """What the State does with a codec and groups that the program has named."""
+    """Explains what the State does with a codec and groups that the program has named."""
     if p.exchange is None or p.layout is None:
         return "sidcomp: there are no groups yet: train some steps first"
     some = any(map(announcement.compressed, p.groups))

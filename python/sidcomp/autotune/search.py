@@ -25,8 +25,8 @@ _WINDOW = 4  # timed steps of a window
 _UNEVEN = ((FAR, ((12, 2), (22, 1))), (LONG, ((8, 2), (8, 2))))
 _CLEARLY = 1.5  # the pairs must then show at least this ratio, else they do not count
 _BETTER = 0.97  # share of the time of a plan that has won, below which another one is tried
-# Of the planners. Cupcake searches for as long as the paper lets it, some seconds, and starts from two even
-# groups (its section 4.2).
+# These are options of the planners. Cupcake searches for as long as the paper lets it, some seconds, and
+# starts from two even groups (its section 4.2).
 _CUPCAKE = {"groups": 2, "work_limit": 400_000_000}
 _OPTIONS = {"ldp": {"scenarios": 16}, "cupcake": _CUPCAKE, "cupcake-repaired": _CUPCAKE}
 

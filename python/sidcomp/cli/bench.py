@@ -134,7 +134,7 @@ def _place(asked: int | None) -> Place:
 
 
 def _measure(place: Place, request: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks measure, with a bar on rank 0's terminal meanwhile."""
+    """Returns what the ranks measure. Rank 0 shows a progress bar on a terminal meanwhile."""
     silent = place.rank > 0 or not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), disable=silent) as bar:
         task = bar.add_task("starting the ranks", total=1.0)
@@ -158,7 +158,7 @@ def _stand_in(mb: float) -> Model:
 
 
 def measured(request: dict[str, Any], ranks: int, tell: Callable[[str, float], None]) -> dict[str, Any]:
-    """What the ranks measure: starts them, and ends them whatever happens. Raises SetupError."""
+    """Starts the ranks, returns what they measure, and ends them whatever happens. Raises SetupError."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if sys.platform.startswith("linux"):
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -114,7 +114,7 @@ def _source(entry: Codec) -> str:
 
 
 def _share(c: Codec) -> str:
-    """Of the bytes of float32 that a payload has, with the default parameters."""
+    """Returns the size of a payload as a share of float32's bytes, with the default parameters."""
     n = 1 << 20
     share = _core.Plan(c.name, c.memory, n, "float32").payload_bytes / (4 * n)
     return f"{100 * share:.0f} %" if share > 0.51 else f"1/{1 / share:.0f}"

@@ -1,4 +1,4 @@
-"""What several commands share."""
+"""Options and helper functions that several commands share."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from sidcomp.config.registry import codecs, exchanges, memories
 from sidcomp.config.settings import DEFAULT
 from sidcomp.errors import SetupError
 
-# What a shell completes, by its Tab key. Each is asked with what has been typed of the word.
+# The shell completes words with these when the Tab key is pressed. Each gets the part typed so far.
 
 
 def codec_names(incomplete: str) -> list[str]:
@@ -98,7 +98,7 @@ def refuse_plot(path: Path | None) -> None:
         raise ValueError(f"--plot {path}: no picture ends in {path.suffix}; choose one of {', '.join(known)}")
 
 
-# What `estimate` and `bench` compare where no codec is named: the default, and one of each kind.
+# `estimate` and `bench` compare these if no codec is named: the default, and one of each kind.
 COMPARED: tuple[CodecSpec, ...] = (
     DEFAULT,
     ("topk", {"density": 0.01}),

@@ -29,7 +29,7 @@ class Optimizer(str, Enum):
 
 
 class Device(str, Enum):
-    """Where codecs run."""
+    """The device on which codecs run."""
 
     cpu = "cpu"
     gpu = "gpu"
@@ -94,7 +94,7 @@ def _compute(needed: dict[str, CodecSpec], device: Device) -> dict[str, Measured
 
 
 def assumptions(model: Model, found: Estimate, compute: dict[str, Measured], device: Device) -> list[str]:
-    """What the prediction takes for granted, a sentence each."""
+    """Returns the assumptions of the prediction, a sentence each."""
     if device is Device.gpu:
         speed = (
             f"codecs on a GPU: encode {GPU.encode_ns:g} and decode {GPU.decode_ns:g} ns an element, and "

@@ -126,7 +126,7 @@ def show_comparison(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def profiled(profile: Profile) -> str:
-    """What the plan from a profile is to be compared with: the profile's own measurements, as text."""
+    """Returns the profile's own measurements as text, to compare the plan from it with."""
     buckets = {"ends": profile.bucket_ends(), "methods": [0] * len(profile.bucket_ends())}
     made = profile.instance(True, [profile.methods[0].name], contention=profile.fitted_contention())
     made["stolen_permille"] = profile.contention.get("stolen_permille", 0)

@@ -1,1 +1,1 @@
-"""What a user may set: settings, rules for parameters, schedules, groups, exchanges."""
+"""Everything that a user may set: settings, rules for parameters, schedules, groups, exchanges."""

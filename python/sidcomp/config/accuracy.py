@@ -125,22 +125,22 @@ def allowed(accuracy: str, of_adaptive: bool) -> list[CodecSpec]:
 
 
 def candidates(accuracy: str, of_adaptive: bool) -> list[CodecSpec]:
-    """What codec="auto" chooses from, besides uncompressed: the codec with the fewest bytes, and one that
-    changes almost nothing."""
+    """Returns the candidates of codec="auto", besides uncompressed: the codec with the fewest bytes, and one
+    that changes almost nothing."""
     found = allowed(accuracy, of_adaptive)
     return [found[0], found[-1]] if len(found) > 1 else found
 
 
 def costly(accuracy: str, of_auto: bool) -> Measured | None:
-    """What sidcomp chooses by itself where it knows no optimizer, or may choose (of_auto), and beside Adam
-    costs more than this level of accuracy allows. None: nothing does."""
+    """Returns a codec that costs more with Adam than this level of accuracy allows, and that sidcomp chooses
+    by itself when it knows no optimizer, or may choose (of_auto). None: there is no such codec."""
     chosen = candidates(accuracy, False) if of_auto else allowed(accuracy, False)[:1]
     suited = allowed(accuracy, True)
     return next((m for m in ADAPTIVE if m.spec in chosen and m.spec not in suited), None)
 
 
 def warning(optimizer: "Optimizer", who: str, uses: str, costs: Measured, instead: str) -> str:
-    """What to say of a codec that nobody named, beside Adam. who: uses it; instead: what to do."""
+    """Returns the warning about a codec that nobody named, with Adam. who: uses it; instead: what to do."""
     return (
         f"this model is trained with {type(optimizer).__name__}, and {who} {uses}, which raised the loss of "
         f"a language model by up to {costs.worst:g} % with AdamW: {instead}; or accept the loss with "

@@ -34,7 +34,8 @@ else:
 
 _FOLDER = Path(__file__).parent / "presets"
 _MOST = 2**16  # bytes of a file
-# Of State; all but process_group, which no file can name, and policy, which is a section.
+# A file may give these arguments of State: all but process_group, which no file can name, and policy, which
+# is a section.
 _ARGUMENTS = frozenset(
     {
         "codec", "memory", "groups", "seed", "exclude", "checksum_every", "isa", "candidates", "full_every",

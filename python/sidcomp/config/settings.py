@@ -24,7 +24,7 @@ DEFAULT = accuracy_of.allowed("dense", of_adaptive=False)[0]
 # For payloads that an all-gather would take to every rank.
 EXCHANGES = ("twoshot", "hierarchical")
 
-# What takes the place of the all-gather where no exchange was named and it would send too much. It gives the
+# This replaces the all-gather if no exchange was named and the all-gather would send too much. It gives the
 # mean of the ranks' gradients as the all-gather does, but encodes it a second time and takes a second round,
 # so it must send fewer than half the bytes: it does from five ranks on.
 INSTEAD = ("twoshot",)
@@ -384,7 +384,7 @@ def _is_count(x: object) -> bool:
     return is_whole(x) and int(x) >= 0  # type: ignore[call-overload,no-any-return,unused-ignore]
 
 
-# By the name of an argument: what a right value is, and what to give in place of a wrong one.
+# Maps the name of an argument to a test of its value, and to the advice that a wrong value gets.
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (lambda x: _is_count(x) and x < 2**64, "give a whole number from 0 to 2**64 - 1"),
     "checksum_every": (_is_count, "give a number of steps, or 0 for never"),

@@ -1,4 +1,4 @@
-"""What was probably meant by a name that there is not."""
+"""Suggests the closest known name for an unknown one."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

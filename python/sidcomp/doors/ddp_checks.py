@@ -98,7 +98,7 @@ def reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     }
 
 
-# What DDP's log of a model calls dtypes.
+# DDP's log of a model names dtypes like this.
 _CALLED = {
     torch.float32: "float",
     torch.float64: "double",

@@ -1,4 +1,4 @@
-"""What the layers of a module are to it, which a State may treat in ways of their own."""
+"""Finds the embeddings and the output layer of a module, for which a State may have rules."""
 
 import torch
 

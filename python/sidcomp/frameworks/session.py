@@ -1,4 +1,4 @@
-"""What the frameworks' modules share: compression in one run of a framework's training loop."""
+"""Compression in one run of a framework's training loop: the code that the frameworks' modules share."""
 
 import copy
 import functools

@@ -1,5 +1,5 @@
-"""What must not pass unnoticed while ranks train on their own: gradients that something else averages, and
-exchanges that do not count."""
+"""Alarms while ranks train on their own: they report gradients that something else averages, and exchanges
+that do not count."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from operator import attrgetter

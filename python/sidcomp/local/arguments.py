@@ -55,8 +55,8 @@ def check(
 
 
 def check_error_in_parameters(state: State, delay: int, others: Mapping[str, tuple[Any, Any]]) -> None:
-    """What keeps its error in the parameters takes a memory with feedback. others: arguments that need
-    error="memory", and their defaults. Raises ArgumentError or UnsupportedError."""
+    """Checks the arguments for error="parameters", which needs a memory with feedback. others: arguments that
+    need error="memory", and their defaults. Raises ArgumentError or UnsupportedError."""
     for name, (value, default) in others.items():
         if value != default:
             raise ArgumentError(f'{name}={value!r} needs error="memory": leave {name} out, or give that')

@@ -1,4 +1,4 @@
-"""What "auto" sends of updates: the largest payload whose exchange hardly lengthens a step.
+"""Chooses how "auto" sends updates: the largest payload whose exchange hardly lengthens a step.
 
 All candidates have kept the loss of uncompressed training within what its seeds differ by, and of two of them
 the larger payload loses less. So the fewest bytes are no goal here: the most are, as long as they cost less

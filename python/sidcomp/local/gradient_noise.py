@@ -128,7 +128,7 @@ class GradientNoise:
         n = len(self._of)
         mean = self._message / self._world
         new = torch.stack((self._squares(mean[:n]), mean[n:]))
-        # What is not finite does not count, on any rank. The device decides, so that the host need not wait.
+        # Values that are not finite count on no rank. The device decides, so that the host need not wait.
         self._sums = torch.where(torch.isfinite(new).all(), self._sums * _DECAY + new, self._sums)
         self._find()
 
@@ -222,7 +222,7 @@ class SketchNoise:
 
     @property
     def position(self) -> int:
-        """What decides the size of the next all-reduce: steps measured since the last one."""
+        """Counts the steps measured since the last all-reduce. It decides the size of the next one."""
         return self._measured
 
     def find(self) -> None:
@@ -282,7 +282,7 @@ class SketchNoise:
             _wait(work)
         message /= self._world
         squares = torch.stack((message[..., :SKETCHES].square().sum(-1), message[..., SKETCHES]))
-        # What is not finite does not count, on any rank.
+        # Values that are not finite count on no rank.
         squares = torch.where(torch.isfinite(squares).all(0), squares, 0.0)
         measured = len(message)
         self._sums *= self._left_after[measured]
@@ -346,7 +346,7 @@ def _spread(n: int, device: torch.device) -> torch.Tensor:
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor | None:
-    """What this rank holds of the gradient. That of an embedding may be sparse."""
+    """Returns the part of the gradient that this rank holds. An embedding's gradient may be sparse."""
     if p.grad is None:
         return None
     return p.grad.to_dense() if p.grad.is_sparse else own_part(p.grad)
@@ -406,7 +406,7 @@ class RowNoise:
 
     @property
     def position(self) -> int:
-        """What decides the size of the next all-reduce: exchanges so far."""
+        """Counts the exchanges so far. It decides the size of the next all-reduce."""
         return self._exchanges
 
     @torch.no_grad()
@@ -443,7 +443,7 @@ class RowNoise:
         new = turn.message / self._world
         new[0].square_()
         before = self._sums[:, turn.places]
-        # What is not finite does not count, on any rank. The device decides, so that the host need not wait.
+        # Values that are not finite count on no rank. The device decides, so that the host need not wait.
         sums = torch.where(torch.isfinite(new).all(0), before * turn.decay + new, before)
         self._sums[:, turn.places] = sums
         self._found[turn.places] = self._factors(sums)

@@ -203,7 +203,7 @@ class Torchs:
                 raise CheckpointError(f'{_WHERE}: "state" has {found}, {advice}')
 
     def _after_a_step(self) -> dict[str, Any]:
-        """What the dictionary of such an optimizer looks like: of one that has taken a step on zeros."""
+        """Returns the dictionary of such an optimizer after a step on zeros, to compare a loaded one with."""
         points = [torch.zeros_like(v.point) for v in self._vectors]
         for x in points:
             x.grad = torch.zeros_like(x)

@@ -288,7 +288,7 @@ class Rounds:
 
 
 def _checks(world: int) -> plain_data.Check:
-    """What a record of this number of ranks must be."""
+    """Returns the check that a record of this number of ranks must pass."""
 
     def rank(value: object, where: str) -> None:
         count(value, where)

@@ -31,7 +31,7 @@ _MOST = 2**53  # steps
 
 
 class Updates(Protocol):
-    """What of `sidcomp.local.steps.Updates` is saved."""
+    """The part of `sidcomp.local.steps.Updates` that saving needs."""
 
     state: State
     error: str
@@ -52,7 +52,7 @@ class Updates(Protocol):
     def world(self) -> int: ...
 
     def of(self, together: Sequence[int]) -> list[Vectors]:
-        """What is exchanged together."""
+        """Returns the vectors that are exchanged together."""
 
     def counts(self, together: Sequence[int]) -> bool:
         """Whether what is in flight, and has arrived, counts on this rank."""
@@ -70,7 +70,7 @@ def _cloned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save(updates: Updates) -> dict[str, Any]:
-    """What a checkpoint holds. Nothing is in progress when it is called."""
+    """Returns the contents of a checkpoint. Nothing is in progress when it is called."""
     parameters = updates.error == "parameters"
     flying = updates.of(updates.flying)
     # where the base is not the point, and where the parameters may be elsewhere than at the base

@@ -22,7 +22,7 @@ def is_sharded(p: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def own_part(x: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor that may be sharded, in the same memory."""
+    """Returns the part of a tensor that this rank holds, in the same memory. The tensor may be sharded."""
     return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
@@ -40,7 +40,7 @@ class Takes(Protocol):
 
 
 class Shards:
-    """What a rank holds of a module's parameters; without FSDP all of them.
+    """The part of a module's parameters that a rank holds; without FSDP all of them.
 
     named   the parameters, by name, as after `reshard`
     group   the ranks that hold the same shards; None: the program has not said which

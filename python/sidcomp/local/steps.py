@@ -307,7 +307,7 @@ class Updates:
             self.noise.find()
 
     def of(self, together: Sequence[int]) -> list[Vectors]:
-        """What is exchanged then."""
+        """Returns the vectors that are exchanged together."""
         return [self.vectors[n] for n in self._schedule.indices(together)]
 
     def form(self, trial: bool = False, again: bool = False) -> None:

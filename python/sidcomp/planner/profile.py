@@ -51,8 +51,8 @@ class Method:
 
 @dataclass
 class Profile:
-    """What was measured on this machine and network. Times are integer picoseconds, the slowest rank's
-    but for dense_ps; sizes are bytes of gradient.
+    """The measurements on this machine and network. Times are integer picoseconds, the slowest rank's except
+    for dense_ps; sizes are bytes of gradient.
 
     tensors     in gradient-ready order: {"name", "bytes", "bucket", "ready_ps", "kind"}. ready_ps counts from
                 the start of the iteration, without communication; kind is dtype and device, which no group

@@ -13,11 +13,11 @@ PAIRS = 10  # at most
 _LEVEL = 0.012  # significance level of the signed-rank test over pairs
 _LAST_LEVEL = 0.05  # the same after PAIRS pairs, for a plan that takes at most _LAST_MARGIN
 _LAST_MARGIN = 0.95
-# Of the test over steps. It is stricter, because the steps of a window are disturbed together.
+# The test over steps uses a stricter level, because the steps of a window are disturbed together.
 _LEVEL_OF_STEPS = 0.0005
 FUTILE = 5  # after so many pairs a plan that is no faster is given up
-# Of the search: the share of the time of the one to beat, above which a plan that is not yet known to be
-# faster is not worth more pairs than these.
+# After FUTILE pairs the search gives up a plan that takes this share of the time of the plan to beat, or
+# more, unless it is known to be faster by then.
 WORTH = 0.97
 
 

@@ -94,7 +94,7 @@ def _traffic(groups: Sequence[Group], world: int, plain: str, beside: int) -> st
 
 
 def _left_out(settings: Settings, shapes: Shapes, groups: Sequence[Group]) -> str:
-    """What is sent uncompressed, and why."""
+    """Says what is sent uncompressed, and why."""
     by_rule = settings.policy.excluded_by(shapes)
     sums: dict[str, tuple[int, int]] = {}
     for g in (g for g in groups if not compressed(g)):

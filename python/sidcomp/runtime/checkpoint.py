@@ -193,7 +193,7 @@ class Resume:
                 continue
             values: torch.Tensor | None = None
             local = g.message_plan.choice.local if g.in_messages else 1
-            # Of a node's ranks some may have nothing to put in, but all sum.
+            # Some ranks of a node may have nothing to put in, but all take part in the sum.
             if g.plan.vectors and (local > 1 or any(p.name in self.residuals for p in g.spec.pieces)):
                 try:
                     values = self._values(g, exchange.world, rates)
@@ -243,7 +243,7 @@ class Resume:
 
 
 def _zeros(vectors: int, n: int) -> torch.Tensor:
-    """What a memory holds before the first step."""
+    """Returns the contents of a memory before the first step."""
     return torch.zeros(vectors, n, dtype=torch.float32, device="cpu")
 
 

@@ -34,8 +34,8 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | N
 
 
 def _inner_config(group: dist.ProcessGroup) -> str | None:
-    """What torch calls the backends inside a group of the backend "sidcomp", which must not compress the
-    engine's own traffic; None for other groups."""
+    """Returns torch's name of the backends inside a group of the backend "sidcomp", which must not compress
+    the engine's own traffic; None for other groups."""
     return getattr(group, "inner_config", None)
 
 

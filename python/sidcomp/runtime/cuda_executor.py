@@ -412,7 +412,7 @@ class CudaExecutor:
             return CudaInPlaceCalls
         return CudaMessageCalls if g.in_messages else CudaCollectiveCalls
 
-    # What a transport calls, in the thread that has started it: everything is enqueued.
+    # A transport calls these in the thread that has started it. They only enqueue.
 
     def _now(self, group: Group) -> Moment:
         exchange, step = self._exchange, self.step

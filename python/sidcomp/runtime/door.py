@@ -1,4 +1,4 @@
-"""What a State asks of the door that hands it a model's gradients."""
+"""The interface of a door, which hands a model's gradients to a State."""
 
 from collections.abc import Callable
 from typing import Protocol

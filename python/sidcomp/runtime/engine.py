@@ -33,7 +33,7 @@ Future = torch.futures.Future
 
 _LOOK_AT = 3  # the step in which a GradScaler is looked for: it is made when the first loss is scaled
 
-# What a loaded checkpoint replaces, and what a rank that has loaded none goes on with.
+# A loaded checkpoint replaces these. If other ranks have loaded none, the rank goes back to its former ones.
 _REPLACED = (
     "layout",
     "tuner",
@@ -350,7 +350,7 @@ class Engine(Regrouping):
     def _look_for_scaler(self) -> None:
         """Warns if the program scales its loss and the residuals are not rescaled with it."""
         keeps = any(g.plan.vectors for g in self.groups) or self.tuner is not None
-        # What optimizers did is in the unit of the parameters, whatever the loss was multiplied by.
+        # Updates are in the unit of the parameters, whatever the loss was multiplied by.
         if self.scale is None and keeps and not self.updates and scaler_in_use():
             assert self._model is not None
             followed = "state.follow(optimizer, scaler)"

@@ -1,4 +1,4 @@
-"""What an engine has: settings, ranks, groups, a loaded checkpoint, and how far the step in progress is."""
+"""The state of an engine: settings, ranks, groups, a loaded checkpoint, and the step in progress."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -108,7 +108,7 @@ class EngineState:
 
     @property
     def plain(self) -> str:
-        """What trains the model without sidcomp, in messages."""
+        """Returns the name, in messages, of what trains the model without sidcomp."""
         return self._model.plain if self._model is not None else Model.plain
 
     @property

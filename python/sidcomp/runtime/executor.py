@@ -75,8 +75,8 @@ class Executor(Protocol):
         """Called when all groups of the step have been launched. in_place: the groups have one state."""
 
     def lead(self) -> None:
-        """What the caller enqueues from now on comes after all that was launched. The futures do this, unless
-        one has failed: DDP waits for none after it."""
+        """Orders the caller's later work on the device after all that was launched. The futures do this,
+        unless one has failed: DDP waits for none after it."""
 
     def before_exit(self) -> None:
         """Called at the end of backward() under torch's profiler: waits until all profiling records have

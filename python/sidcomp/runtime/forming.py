@@ -222,7 +222,7 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
     candidates = [
         w.choice.exchange.name if auto and w.choice is not None else w.label for w in settings.candidates
     ]
-    # What a controller exchanges depends on these.
+    # A controller's exchanges depend on these.
     planned = f"groups {settings.groups!r}, search {settings.search}, " if settings.planned else ""
     planned += f"accuracy {settings.accuracy!r}, warmup {settings.warmup}, " if auto else ""
     return (

@@ -22,7 +22,7 @@ Plan = _core.Plan | MessagePlan
 
 
 def ring_bytes(nbytes: int, world: int) -> float:
-    """What a rank sends in a ring all-reduce of so many bytes, on average over the ranks."""
+    """Returns the bytes that a rank sends in a ring all-reduce of `nbytes`, on average over the ranks."""
     return 2 * (world - 1) * nbytes / world
 
 
@@ -30,8 +30,8 @@ _NEVER = Moment(0, 0, 0, 0, 1)
 
 
 class States:
-    """What the codec and the memory of a group carry from step to step: one state, or two in one block. With
-    two states a step reads one and writes the other, so that it can be undone."""
+    """The states that the codec and the memory of a group carry from step to step: one, or two in one block.
+    With two states a step reads one and writes the other, so that it can be undone."""
 
     def __init__(self, state_bytes: int, extra_bytes: int, device: torch.device, count: int) -> None:
         # the codec's part, after the memory's vectors; the same in all plans of the group
@@ -113,7 +113,7 @@ class Stage:
 
     @property
     def left(self) -> float:
-        """By what the residual has not been multiplied yet."""
+        """Returns the factor that is still to be applied to the residual."""
         return 1.0 if self.launched else self.carry
 
     def mark(self) -> None:
@@ -135,7 +135,7 @@ class Counters:
 
 
 class Residual(NamedTuple):
-    """What a rank has not sent of a group, from element `start` on. common: it is kept for all ranks."""
+    """Values of a group that a rank has not sent, from element `start` on. common: kept for all ranks."""
 
     start: int
     values: torch.Tensor
@@ -246,8 +246,8 @@ class Group:
 
     @property
     def buffers(self) -> _core.Buffers:
-        """What a call on the CPU works on: the segments, the current state and the form's memory. They are
-        made once for each form and state, so steps allocate nothing."""
+        """Returns the buffers of a call on the CPU: the segments, the current state and the form's memory.
+        They are made once for each form and state, so steps allocate nothing."""
         at = self.form, self.states.current.ptr
         kept = self._buffers.get(at)
         if kept is None:

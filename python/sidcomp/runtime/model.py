@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Model:
-    """What a door tells the engine of it, once.
+    """A description of the model, which a door gives the engine once.
 
     process_group   the ranks to average over
     shapes          the shapes of the parameters whose gradients are averaged, by name

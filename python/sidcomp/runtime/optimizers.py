@@ -1,4 +1,4 @@
-"""What a program gives as its optimizer and its GradScaler.
+"""Finds the optimizer and the GradScaler in what a program gives as such.
 
 Frameworks wrap optimizers: Accelerate's AcceleratedOptimizer, torchft's OptimizerWrapper and many that are
 made by hand are subclasses of Optimizer which never call its constructor, hold the optimizer in an attribute,

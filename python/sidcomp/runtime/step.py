@@ -71,7 +71,7 @@ class Step:
 
     @contextmanager
     def uncounted(self) -> Iterator[int]:
-        """What is exchanged inside does not count as bytes of a step. Yields the bytes received before."""
+        """Excludes exchanges inside it from the bytes of a step. Yields the bytes received before."""
         names = ("sent", "received", "dense", "wire", "plain")
         before = [getattr(self, name) for name in names]
         try:

@@ -22,7 +22,7 @@ Works = list[dist.Work]
 
 
 class Exchanged(Protocol):
-    """What a transport knows of a group.
+    """The part of a group that a transport knows.
 
     index   the group's number, the same on all ranks
     form    its form in this step

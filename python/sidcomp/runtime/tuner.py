@@ -32,4 +32,4 @@ class Tuner(Protocol):
         """Searches no longer, because steps differ in what they bring: keeps what it has found."""
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Returns what a checkpoint holds of it."""

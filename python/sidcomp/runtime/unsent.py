@@ -1,4 +1,4 @@
-"""What a rank has not sent yet, as an engine's groups keep it. Call these between two steps."""
+"""Reads the values that a rank has not sent yet from an engine's groups. Call these between two steps."""
 
 from collections.abc import Iterator
 

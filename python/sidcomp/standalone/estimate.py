@@ -51,7 +51,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Auto:
-    """What State("auto") would choose. groups: of its plan."""
+    """The choice that State("auto") would make. groups: the number of groups in its plan."""
 
     way: Way
     groups: int
@@ -81,7 +81,7 @@ class Estimate:
 
     @property
     def sentence(self) -> str:
-        """What the figures say of State("auto")."""
+        """Says in a sentence what State("auto") would gain."""
         where = f"At {self.link.gbit:g} Gbit/s with {self.ranks} ranks"
         if self.dense_ms - self.ceiling_ms < _LEAST * self.dense_ms:
             return f"{where} communication hides behind the backward pass: compression gains nothing."
@@ -214,7 +214,7 @@ def _sent(codecs: Sequence[CodecSpec], n: int, ranks: int) -> _Sent:
 
 
 def _auto(adaptive: bool, ranks: int, ranks_per_node: int, n: int) -> _Sent:
-    """What State("auto") chooses from, as far as it fits so many ranks and nodes."""
+    """Returns the candidates of State("auto") that fit this number of ranks and nodes."""
     settings = Settings.parse("auto", {}, adaptive=adaptive)
     nodes = 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0
     found: _Sent = {}
@@ -295,8 +295,8 @@ class _Costs:
         return self._way(name, label, took, steps)
 
     def planned(self, among: _Sent) -> Auto:
-        """What is fastest, of plain DDP and some ways; its bytes in proportion to what each carries of the
-        gradient."""
+        """Returns the fastest plan from plain DDP and some ways. Each way counts its bytes in proportion to
+        the part of the gradient that it carries."""
         chosen = [_choosing(instance, {DENSE, *among}) for instance in self.instances]
         plan = fusion.plan(chosen[0], "ldp", work_limit=_WORK_LIMIT)
         took = [fusion.evaluate(instance, plan)["time_ps"] / 1e9 for instance in chosen]

@@ -1,4 +1,4 @@
-"""What exchanges would cost at sizes that nobody has here: bytes and rounds, on links of given speed."""
+"""Predicts the cost of exchanges between many ranks: bytes, rounds and time, on links of given speed."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -309,7 +309,7 @@ def _row(
 
 
 def _bodies(x: _core.Exchange) -> int:
-    """What a process group sends where the exchange sends messages: no frames, nothing to confirm."""
+    """Returns the bytes without frames and confirmations: a process group sends neither."""
     if not x.control_bytes:
         return x.sent_bytes
     frames = sum(len(x.messages(i, False)) for i in range(x.rounds))
@@ -325,8 +325,8 @@ def _compute(x: _core.Exchange, c: Compute) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What this machine takes: by the first decile of all turns; and the least and the most of each figure
-    that the choices of more than half of the turns show."""
+    """The computing times of this machine: the first decile of all turns, and the least and the most of each
+    figure that the choices of more than half of the turns show."""
 
     compute: Compute
     least: Compute
@@ -339,15 +339,16 @@ class Measured:
 
 
 def measure(codec: str, n: int = 1 << 20, memory: str | None = None, **parameters: Setting) -> Compute:
-    """What this machine takes for one codec, see `measure_all`."""
+    """Measures one codec on this machine: see `measure_all`."""
     return measure_all({codec: (codec, parameters)}, n, memory)[codec].compute
 
 
 def measure_all(
     codecs: Mapping[str, CodecSpec], n: int = 1 << 20, memory: str | None = None
 ) -> dict[str, Measured]:
-    """What this machine takes, one thread, for each codec by its name: encode and decode of n elements.
-    Merging, for codecs of signs, is that of ring1, and what ranks exchange uncompressed that of hierarchical.
+    """Measures how long one thread of this machine takes to encode and decode n elements, for each codec by
+    its name. For codecs of signs it measures merging in ring1. It measures what ranks exchange uncompressed
+    in hierarchical.
 
     All are measured in turns, so that what else the machine does meets all alike, and counts by first
     deciles, so that it hardly counts.
@@ -437,7 +438,7 @@ class _Timed:
         took = {name: low([ns for turn in turns for ns in turn[name]]) / self.n for name in self.calls}
 
         def rest(exchange: str) -> float:
-            """What a rank computes beside encode and decode, by the element."""
+            """Returns the time that a rank computes besides encode and decode, for one element."""
             if exchange not in self.loops:
                 return 0.0
             loop = self.loops[exchange]

@@ -148,7 +148,7 @@ class AfterBackward(Passes):
         self._trained = []
 
     def _compare(self) -> None:
-        # What another backward pass has followed has to come twice in a row from here on.
+        # Calls that another backward pass has followed must come twice in a row from here on.
         self.programs = [p for p in self.programs if not (p.followed and p.calls == self._calls)]
         super()._compare()
 

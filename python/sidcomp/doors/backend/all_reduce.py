@@ -252,7 +252,7 @@ class ProcessGroup(Wrapper):
         program.learn(self.configuration, self)
 
     def _large(self, held: list[Holding]) -> list[Holding]:
-        """Of a DDP model's buckets those whose all-reduces may be compressed."""
+        """Returns the buckets of a DDP model whose all-reduces may be compressed."""
         least = self._least_bytes
         return [h for h in held if h.numel * h.dtype.itemsize >= least and h.dtype in DTYPES]
 
@@ -278,8 +278,8 @@ class ProcessGroup(Wrapper):
     # ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has learnt of its passes, with the residuals: tensors and plain types. Each rank
-        saves its own. Call it between two steps."""
+        """Returns what this rank has learned of its passes, and the residuals, as tensors and plain types.
+        Each rank saves its own. Call it between two steps."""
         return backend_checkpoint.save(self)
 
     def load_state_dict(

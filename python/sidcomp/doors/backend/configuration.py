@@ -1,4 +1,4 @@
-"""What `configure` and the variable SIDCOMP say: what the backend "sidcomp" compresses, and how."""
+"""The settings of the backend "sidcomp": what it compresses, and how. `configure` or SIDCOMP gives them."""
 
 import os
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ class Configuration:
         return made
 
     def lines(self) -> list[str]:
-        """What all ranks must have in common: each line a setting and its value."""
+        """Returns the settings that must be equal on all ranks: a line for each, with its value."""
         own = {} if self.codec == "off" else self.state().settings.saved()
         own = {"codec": "off", **own, "groups": sorted(self.groups or ()) or "the usual ones"}
         for name in ("min_bytes", "outside"):

@@ -1,5 +1,6 @@
-"""What DDP's buckets hold. A process group sees flat tensors, and in the first pass of a DDP model other ones
-than later, because DDP forms its buckets anew: so a residual that is loaded needs the parameters' names.
+"""Finds the parameters in DDP's buckets. A process group sees flat tensors, and in the first pass of a DDP
+model other ones than later, because DDP forms its buckets anew: so a residual that is loaded needs the
+parameters' names.
 """
 
 import gc

@@ -32,7 +32,7 @@ __all__ = ["BACKEND", "ProcessGroup", "configure", "process_group"]
 
 
 def _make(options: Any, _backend_options: Any) -> ProcessGroup:
-    """What torch calls to make a process group of this backend."""
+    """Makes a process group of this backend. torch calls it."""
     if not dist.is_initialized():  # the default group: another run begins
         idle_check.begin()
     rank, size = options.group_rank, options.group_size

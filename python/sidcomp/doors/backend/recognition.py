@@ -77,7 +77,7 @@ def _same(old: Origin | None, new: Origin | None) -> bool:
 
 
 class Call(NamedTuple):
-    """What an all-reduce of one place in the program has in common from step to step."""
+    """The properties that an all-reduce at one place in the program keeps from step to step."""
 
     numel: int
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class Call(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the tensor of a call was. storage: does not keep it alive."""
+    """The place in memory of a call's tensor. storage: does not keep it alive."""
 
     address: int
     storage: StorageWeakRef
@@ -140,7 +140,7 @@ class Program:
         self.state: State | None = None
         self.steps = 0
         self.holds = False  # the engine still holds the tensors of the last pass
-        # Of calls after a backward pass:
+        # These two are for calls after a backward pass.
         self.followed = False  # by another backward pass, not by a step
         self.witness: Any = None  # tells whether its model has had a backward pass
 

@@ -56,7 +56,7 @@ class ChangingGroup(ProcessGroup):
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        """What torch's process groups do not have, such as reconfigure(), is the inner one's."""
+        """Returns the inner group's attribute if torch's process groups have none, such as reconfigure()."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.inner, name)

@@ -11,7 +11,7 @@ from sidcomp.doors.backend.configuration import BACKEND
 
 
 class Wrapper(dist.ProcessGroup):
-    """What torch asks of a process group that is written in Python.
+    """The methods that torch calls on a process group written in Python.
 
     inner_config: what torch calls the inner group's backends, such as "cpu:gloo,cuda:nccl".
     """

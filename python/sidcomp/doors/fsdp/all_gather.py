@@ -18,7 +18,7 @@ from sidcomp.runtime.communicator import exchanging
 
 
 class AllGather:
-    """What `FSDPModule.set_custom_all_gather` takes, for one parameter group: see
+    """The all-gather of one parameter group, for `FSDPModule.set_custom_all_gather`: see
     `sidcomp.fsdp.compress_all_gather`.
 
     parts: for each parameter the elements of its shard, padded as FSDP pads it, and whether it is encoded.

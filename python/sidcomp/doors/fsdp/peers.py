@@ -31,8 +31,8 @@ class Peers:
 
     @contextmanager
     def together(self, fail: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """What happens inside raises on all of these ranks, also on those whose own shard is well: else they
-        would wait for the others. fail: called with the error first."""
+        """Raises an error inside it on all of these ranks, also on those whose own shard is fine: otherwise
+        they would wait for the others. fail: called with the error first."""
         error: Exception | None = None
         try:
             yield

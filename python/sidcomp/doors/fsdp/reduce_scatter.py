@@ -20,8 +20,9 @@ from sidcomp.runtime.plain_data import count
 
 
 class Passes:
-    """What the reduce-scatters of one model share: what fails on one rank fails the backward pass on all
-    ranks, when it ends. Until then a rank that has failed goes on, because the others wait for it."""
+    """The backward passes of one model, which its reduce-scatters share. A failure on one rank fails the
+    backward pass on all ranks, when it ends. Until then a rank that has failed goes on, because the others
+    wait for it."""
 
     def __init__(self) -> None:
         self._task = -1  # autograd's number of the backward pass in progress
@@ -60,7 +61,7 @@ class Passes:
 
 
 class ReduceScatter:
-    """What `FSDPModule.set_custom_reduce_scatter` takes, for one parameter group: see
+    """The reduce-scatter of one parameter group, for `FSDPModule.set_custom_reduce_scatter`: see
     `sidcomp.fsdp.compress_reduce_scatter`.
 
     It keeps one memory for each shard, because it encodes each on its own: with memory="residual" 4 bytes for
