@@ -133,8 +133,9 @@ class PaperJudge:
 
     def exchange(self, groups: list[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
         layout = [[str(n) for n in g["names"]] for g in groups]
-        if layout != self.layout:
-            self.layout, self.q = layout, {}
+        if layout != self.layout:  # a group of the same parameters keeps its factors
+            stays = {name for names in layout if names in self.layout for name in names}
+            self.layout, self.q = layout, {name: q for name, q in self.q.items() if name in stays}
         for number, names in enumerate(layout):
             at = 0
             for name in names:
