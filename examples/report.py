@@ -102,10 +102,10 @@ def summary(runs: "list[Run]", world: int) -> Row:
     steps = run.step
     times = sorted(t for run in runs for t in run.times) or [run.seconds / steps]
     ring = 2 * (world - 1) / world * 4 * run.elements
-    counted = [x for run in runs for x in run.tcp_bytes]
-    # As what is counted: the median of the turns. A schedule may have sent far more at the beginning.
-    turns = [x for run in runs for x in run.wire_bytes]
-    computed = statistics.median(turns) if turns else ring
+    # Of a run the median of its turns: a schedule may have sent far more at the beginning.
+    counted = [statistics.median(run.tcp_bytes) for run in runs if run.tcp_bytes]
+    stated = [statistics.median(run.wire_bytes) for run in runs if run.wire_bytes]
+    computed = statistics.fmean(stated) if stated else ring
     metrics = [run.curve[-1][2] for run in runs if run.curve]
     return {
         "name": run.name,
@@ -114,7 +114,8 @@ def summary(runs: "list[Run]", world: int) -> Row:
         "median": statistics.median(times) * 1e3,
         "p10": times[len(times) // 10] * 1e3,
         "p90": times[len(times) * 9 // 10] * 1e3,
-        "bytes_counted": statistics.median(counted) if counted else None,
+        "bytes_counted": statistics.fmean(counted) if counted else None,
+        "bytes_of_seeds": counted or stated,
         "bytes_computed": computed,
         "bytes_overall": statistics.fmean(overall(run, ring) for run in runs),
         "density": run.stats.get("density", 1.0),
@@ -147,6 +148,11 @@ def cells(args: Namespace, task: Task, alone: Row, rows: list[Row]) -> list[list
         spread = f" ({min(row['metrics']):.4f} to {max(row['metrics']):.4f})" if args.seeds > 1 else ""
         return f"{row['metric']:.4f}{spread}"
 
+    def fewer(row: Row) -> str:
+        each = [sent(rows[0]) / x for x in row["bytes_of_seeds"] if x]
+        spread = f" ({min(each):.1f} to {max(each):.1f})" if args.seeds > 1 and row is not rows[0] else ""
+        return f"{sent(rows[0]) / sent(row):.1f}{spread}" if sent(row) else ""
+
     counted = all(r["bytes_counted"] for r in rows)
     return [
         line("", lambda r: r["name"], best),
@@ -154,7 +160,7 @@ def cells(args: Namespace, task: Task, alone: Row, rows: list[Row]) -> list[list
         line("milliseconds a step, median", lambda r: f"{r['median']:.1f}", best),
         line("10th to 90th percentile", lambda r: f"{r['p10']:.1f} to {r['p90']:.1f}", best),
         line(f"bytes a step, {'counted' if counted else 'computed'}", lambda r: f"{sent(r):,.0f}"),
-        line("fewer bytes by", lambda r: f"{sent(rows[0]) / sent(r):.1f}" if sent(r) else ""),
+        line("fewer bytes by", fewer),
         line("bytes a step over the whole run, computed", lambda r: f"{r['bytes_overall']:,.0f}"),
     ]
 
@@ -173,7 +179,7 @@ def remarks(
         args.network,
         "Bytes are what one rank sends in a step. Counted: by the kernel, over rank 0's TCP connections, "
         "headers left out. Computed: a ring all-reduce of the float32 gradient; for sidcomp, what its "
-        "exchange states. Both are the median of the turns that were timed.",
+        "exchange states. Both are the median of the turns that were timed, and of seeds the mean.",
     ]
     if abs(ours["bytes_overall"] / ours["bytes_computed"] - 1) > 0.05:
         notes.append(

@@ -100,9 +100,7 @@ class Door:
         self._on_device = units[0].device.type != "cpu"
         several = shards is not None and shards.size() > 1
         self.shards = Peers([shards], units[0].device.type) if shards is not None and several else _ALONE
-        self._peers = (
-            _ALONE if self._on_device else self.shards
-        )  # in a step, where a device is not waited for
+        self._peers = _ALONE if self._on_device else self.shards  # in a step nobody waits for a device
         self._slots: list[_Slot] = []  # a bucket each
         self._fits: dict[object, list[tuple[int, int, int]] | None] = {}  # what `_slots_of` has found
         self._expected: list[int] = []  # slots of the pass before
