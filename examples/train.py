@@ -237,6 +237,8 @@ class Trainer:
         if self.file is not None:
             self.save()
         self.read_stats()
+        if isinstance(self.compressed, sidcomp.Run):
+            self.compressed.average()
         if self.compressed is not None:
             self.compressed.close()
         del self.model
