@@ -25,6 +25,7 @@ from sidcomp.local.arguments import check_error_in_parameters
 from sidcomp.local.choice import CANDIDATES, Choosing
 from sidcomp.local.shards import is_sharded
 from sidcomp.local.steps import Updates
+from sidcomp.local.vectors import compare, group_of
 from sidcomp.options import OF_UPDATES, Options
 from sidcomp.runtime.bucket import failed
 from sidcomp.runtime.optimizers import Optimizers, chains, enabled
@@ -420,6 +421,9 @@ class UpdateRun(Run):
             state = _state(spec[0], arguments, dict(spec[1]), None)
             how.setdefault("error", _where(module, state, how))
         self.updates = Updates(module, optimizer, state, process_group=group, scaler=scaler, **how)
+        if deadline is None:  # the exchanges in which it chooses would meet others
+            choice = {"codec": "auto" if chooses else "named", "accuracy": accuracy}
+            compare({}, module, group_of(state, group), choice, self.updates.shards.part)
         links = chains(optimizer)
         super().__init__(module, [each[-1] for each in links])
         self._choosing: Choosing | None = None

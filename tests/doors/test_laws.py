@@ -134,6 +134,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "seed": {"every": 2, "options": sidcomp.Options(seed=7)},
     "optimizer": {"every": 2},
 }  # fmt: skip
+OF_AUTO: dict[str, dict[str, Any]] = {
+    "none": {"codec": "none"}, "accuracy": {"options": sidcomp.Options(accuracy="close")},
+    "exact": {"options": sidcomp.Options(accuracy="exact")},
+}  # fmt: skip
 
 
 def differing(rank: int, world: int, name: str) -> str:
@@ -158,6 +162,23 @@ def differing(rank: int, world: int, name: str) -> str:
 def test_ranks_with_other_arguments_are_refused(name: str) -> None:
     for said in run(differing, 2, name):
         assert said.startswith(("SetupError: ", "RankError: ")) and "rank 1" in said, said
+
+
+def differing_auto(rank: int, world: int, name: str) -> str:
+    module = network()
+
+    def loop() -> None:
+        optimizer = adamw(module)
+        with sidcomp.compress(module, optimizer, **(OF_AUTO[name] if rank else {})):
+            train(module, optimizer, rank, range(STEPS))
+
+    return caught(loop)
+
+
+@pytest.mark.parametrize("name", OF_AUTO)
+def test_ranks_that_do_not_choose_alike_are_refused(name: str) -> None:
+    for said in run(differing_auto, 2, name, group_timeout=20):
+        assert said.startswith("SetupError: ") and "rank 1" in said, said
 
 
 # ---- a NaN is not for ever
