@@ -60,7 +60,7 @@ def carry(
     There the ranks compare, and all raise an error if some rank took this exchange for a good one.
     in_parameters: these contain what was not sent already."""
     engine.abandon(error)
-    engine.quiet()
+    engine.take_back()  # also a step that was fine here, while the exchange of another shard failed
     for v in vectors:
         v.update.zero_()
     if not in_parameters:
