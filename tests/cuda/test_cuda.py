@@ -855,7 +855,7 @@ def listed_launches() -> dict[str, tuple[int, ...]]:
     """The table of docs/cuda.md: of each row's codecs the launches of an encode, the grid barriers in them,
     and the launches of a decode."""
     page = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
-    rows = page.split("\n## Launches\n")[1].split("\n## ")[0].split("\n|---")[1].split("\n")[1:]
+    rows = page.split("# Launches\n")[1].split("\n#")[0].split("\n|---")[1].split("\n")[1:]
     out: dict[str, tuple[int, ...]] = {}
     for row in rows:
         if not row.startswith("| `"):

@@ -501,7 +501,7 @@ def test_slices_in_the_launches_of_one(codec: str) -> None:
 def listed_steps() -> list[tuple[str, str, str, int]]:
     """The second table of docs/cuda.md's launches: exchange, codec, memory, launches of a rank in a step."""
     page = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
-    table = page.split("\n## Launches\n")[1].split("\n## ")[0].split("| exchange |")[1]
+    table = page.split("# Launches\n")[1].split("\n#")[0].split("| exchange |")[1]
     rows = [re.findall(r"`([\w-]+)`|\| (\d+) \|", row) for row in table.split("\n") if row.startswith("| `")]
     return [(row[0][0], row[1][0], row[2][0], int(row[3][1])) for row in rows]
 
