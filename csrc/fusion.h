@@ -8,6 +8,7 @@
  *                         while an exchange does, slowdown_permille less of it, which goes for an encode on main too
  *               encode    max(its backward, previous encode) + encode(bytes); overlap 0: it runs on the main stream
  *               exchange  max(its encode, or its backward where there is none, previous exchange) + exchange(bytes)
+ *                         + delay(bytes), or what is left of the backward pass after its tensors where that is less
  *               decode    max(its exchange, previous decode) + decode(bytes); decode_main: not before the last backward
  *           An iteration is over when all of them are. `sid_fuse_evaluate` is this model; every planner asks it.
  * Pure.     No float, no clock, no allocation, no global: the same arguments give the same plan on every rank. Limits
@@ -70,6 +71,7 @@ typedef struct sid_curve {
 
 typedef struct sid_method {
     sid_curve encode, exchange, decode; /* no encode: "dense", whose decode is a copy back */
+    sid_curve delay; /* by which computing delays an exchange, whose threads wait for a processor; none: not at all */
 } sid_method;
 
 typedef struct sid_instance {

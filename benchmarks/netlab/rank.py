@@ -128,7 +128,7 @@ class Run:
             profile = run.state.profile
             alike = run.hook.bucket_mb == self.hook.bucket_mb
             if profile is not None and (alike or self.hook.bucket_mb == 0):
-                made = profile.instance(buckets=alike, contention=profile.fitted_contention())
+                made = profile.instance(buckets=alike)
                 if plan := _as_plan(self.state.stats()["groups"], made, profile):
                     return int(sidcomp.planner.evaluate(made, plan)["time_ps"])
         return None

@@ -123,7 +123,7 @@ int sid_is_affine(const sid_problem *p, uint32_t method) {
     const int64_t total = p->size[p->in->n];
     line h, g;
     return p->in->n_methods == 1 && !m->decode.n && !(m->encode.n && p->in->overlap_permille) &&
-           !p->in->slowdown_permille && is_line(&m->encode, total, &h) && !h.rise.rest &&
+           !p->in->slowdown_permille && !m->delay.n && is_line(&m->encode, total, &h) && !h.rise.rest &&
            is_line(&m->exchange, total, &g) && !g.rise.rest;
 }
 
@@ -202,6 +202,11 @@ static int64_t one_method(sid_job *j, uint32_t method) {
             d = fit(&m->decode, size, n, total);
         }
         offer_on_lines(j, method, &h, &g);
+        if (m->delay.n) { /* as if every exchange met it: of the groups that leave while the pass runs that is so */
+            line later = g;
+            later.latency = sid_min(g.latency + sid_curve_at(&m->delay, size), SID_FUSE_LIMIT / n);
+            offer_on_lines(j, method, &h, &later);
+        }
         if (m->decode.n) { /* decoding may be what everything else waits for */
             const line busy = both(h, d, n);
             offer_on_lines(j, method, p->in->decode_main ? &busy : &h, p->in->decode_main ? &g : &d);
@@ -248,10 +253,11 @@ static int64_t best_dense(sid_job *j, int overlook) {
         for (uint32_t m = 0; m < p->in->n_methods; m++) {
             const sid_method *q = &p->in->methods[m];
             if (!is_sent(q, overlook)) continue;
-            sid_piece at = {0};
+            sid_pieces at = {0};
             for (uint32_t i = x + 1; i <= p->far[x]; i++) {
                 const int64_t bytes = p->size[i] - p->size[x], ready = p->in->forward_ps + p->back[i];
-                const int64_t t = sid_max(idle[x], ready) + sid_curve_near(&q->exchange, &at, bytes);
+                const sid_cost cost = sid_cost_near(q, &at, bytes, sid_rest(p, i));
+                const int64_t t = sid_max(idle[x], ready) + cost.exchange + cost.delay;
                 if (t >= idle[i]) continue;
                 idle[i] = t;
                 from[i - 1] = x;
@@ -310,7 +316,7 @@ static int64_t dense_plans(sid_job *j, int overlook) {
     if (!methods) return 0;
     for (uint32_t i = 0; i < p->in->n; i++) pairs += p->far[i] - i;
     line l;
-    if (methods == 1 && is_line(&p->in->methods[last].exchange, total, &l) &&
+    if (methods == 1 && !p->in->methods[last].delay.n && is_line(&p->in->methods[last].exchange, total, &l) &&
         (!l.rise.rest || pairs > MOST_PAIRS_ROUNDED))
         return best_dense_on_line(j, last, &l) - (l.rise.rest ? p->in->n : 0);
     if (pairs * methods <= MOST_PAIRS) return best_dense(j, overlook);

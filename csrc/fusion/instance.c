@@ -65,9 +65,10 @@ int64_t sid_least(const sid_curve *c, int64_t from, int64_t to) {
     return low;
 }
 
-sid_cost sid_cost_at(const sid_method *m, int64_t x) {
+sid_cost sid_cost_at(const sid_method *m, int64_t x, int64_t rest) {
     return (sid_cost){m->encode.n ? sid_curve_at(&m->encode, x) : -1, sid_curve_at(&m->exchange, x),
-                      m->decode.n ? sid_curve_at(&m->decode, x) : -1};
+                      m->decode.n ? sid_curve_at(&m->decode, x) : -1,
+                      m->delay.n ? sid_min(sid_curve_at(&m->delay, x), rest) : 0};
 }
 
 /* ---- checks ----------------------------------------------------------------------------------------------------- */
@@ -182,11 +183,12 @@ sid_fuse_status sid_check_instance(const sid_instance *in, int64_t limit, sid_fu
         sid_fuse_status s = check_curve(&q->encode, m, "encode", total, err);
         if (!s) s = check_curve(&q->exchange, m, "exchange", total, err);
         if (!s) s = check_curve(&q->decode, m, "decode", total, err);
+        if (!s) s = check_curve(&q->delay, m, "delay", total, err);
         if (s) return s;
-        /* The longest time of any plan: all three stages at their dearest, whichever method it takes for which group. */
-        const int64_t parts[3] = {cost_of_all(&q->encode, in->n, total), cost_of_all(&q->exchange, in->n, total),
-                                  cost_of_all(&q->decode, in->n, total)};
-        for (int k = 0; k < 3; k++) worst = parts[k] > SID_FUSE_LIMIT - worst ? SID_FUSE_LIMIT + 1 : worst + parts[k];
+        /* The longest time of any plan: all three stages and the delay at their dearest, whichever method it takes for which group. */
+        const int64_t parts[4] = {cost_of_all(&q->encode, in->n, total), cost_of_all(&q->exchange, in->n, total),
+                                  cost_of_all(&q->decode, in->n, total), cost_of_all(&q->delay, in->n, total)};
+        for (int k = 0; k < 4; k++) worst = parts[k] > SID_FUSE_LIMIT - worst ? SID_FUSE_LIMIT + 1 : worst + parts[k];
         if (time > limit || worst > limit - time)
             return sid_fuse_fail(err, SID_FUSE_E_SUM,
                                  "method %u: forward, backward and %u groups by the methods up to here may add up to "
@@ -206,6 +208,7 @@ void sid_problem_layout(sid_problem *p, sid_arena *a, uint32_t n) {
 
 void sid_problem_fill(sid_problem *p, const sid_instance *in) {
     p->in = in;
+    p->n = in->n;
     p->back[0] = p->size[0] = 0;
     for (uint32_t i = 0; i < in->n; i++) {
         p->back[i + 1] = p->back[i] + in->backward_ps[i];

@@ -74,16 +74,17 @@ static void set_rest(ldp *s) {
         for (uint32_t m = 0; m < in->n_methods && i < s->n; m++) {
             sid_pieces near = {0};
             for (uint32_t e = i + 1; e <= s->p.far[i]; e++) {
-                const sid_cost c = sid_cost_near(&in->methods[m], &near, s->p.size[e] - s->p.size[i]);
+                const sid_cost c =
+                    sid_cost_near(&in->methods[m], &near, s->p.size[e] - s->p.size[i], sid_rest(&s->p, e));
                 const int64_t h = sid_max(c.encode, 0), d = sid_max(c.decode, 0), exposed = sid_permille(h, taken);
                 const int64_t *after = s->rest + (size_t)e * s->n_weights;
                 for (uint32_t k = 0; k < s->n_weights; k++) {
                     const weights w = s->w[k];
-                    const int64_t sum = w.main * exposed + w.encode * h + w.link * c.exchange +
+                    const int64_t sum = w.main * exposed + w.encode * h + w.link * (c.exchange + c.delay) +
                                         (w.decode + (in->decode_main && taken == 1000 ? w.main : 0)) * d;
                     r[k] = sid_min(r[k], after[k] + sum);
                 }
-                s->rest_link[i] = sid_min(s->rest_link[i], s->rest_link[e] + c.exchange);
+                s->rest_link[i] = sid_min(s->rest_link[i], s->rest_link[e] + c.exchange + c.delay);
             }
         }
     }
@@ -113,7 +114,7 @@ static int64_t bound(const ldp *s, const sid_clock *c, uint32_t i) {
 
 static inline int within(const sid_clock *a, const sid_clock *b, int64_t t) { /* a <= b + t everywhere */
     return a->main <= b->main + t && a->link <= b->link + t && a->decode <= b->decode + t &&
-           a->encode <= b->encode + t && a->pending <= b->pending + t;
+           a->encode <= b->encode + t && a->pending <= b->pending + t && a->busy <= b->busy + t;
 }
 
 static void give_up(ldp *s, const label *l, uint32_t i) { s->dropped = sid_min(s->dropped, bound(s, &l->at, i)); }
@@ -167,6 +168,7 @@ static void extend(ldp *s, uint32_t i, uint32_t parent, uint32_t e, uint32_t m, 
     /* A resource that is free before the next group can use it might as well not be: more labels are then alike. But a
      * link that is not may slow down the main stream. */
     l.at.link = sid_max(l.at.link, l.at.main + (s->p.in->slowdown_permille ? 0 : s->soon[e]));
+    if (s->p.in->slowdown_permille) l.at.busy = sid_max(l.at.busy, l.at.main);
     l.at.decode = sid_max(l.at.decode, l.at.link + s->sent[e]);
     for (uint32_t k = 0; k < s->n_weights; k++)
         if (bound_by(s, &l.at, e, k) > 4 * (s->best - 1)) return;
@@ -183,7 +185,8 @@ static int expand(ldp *s, uint32_t i) {
         uint32_t active = s->count[i];
         for (uint32_t e = i + 1; e <= s->p.far[i] && active; e++) {
             if (s->job->work >= s->limit) return 0;
-            const sid_cost cost = sid_cost_near(&in->methods[m], &near, s->p.size[e] - s->p.size[i]);
+            const sid_cost cost =
+                sid_cost_near(&in->methods[m], &near, s->p.size[e] - s->p.size[i], sid_rest(&s->p, e));
             /* A label that is ready too late here is so for every longer group, too. */
             const int64_t late = s->best - s->rest_link[i] - (s->p.back[e] - s->p.back[i]) -
                                  (s->steady[m] ? sid_max(cost.encode, 0) : 0);
@@ -243,6 +246,7 @@ static void layout(sid_job *j, sid_arena *a) {
 static void set_atoms(ldp *s) {
     const sid_problem *from = &s->job->problem;
     s->p.in = from->in;
+    s->p.n = s->n;
     s->p.back[0] = s->p.size[0] = 0;
     for (uint32_t i = 0, e = 0; i < s->n; i++) {
         const uint32_t far = from->far[i ? s->ends[i - 1] : 0];

@@ -101,7 +101,8 @@ static void extend(mergecomp *s, sid_clock *c, uint32_t from, uint32_t to) {
     const sid_problem *p = &s->job->problem;
     for (uint32_t end; from < to; from = end) {
         end = p->far[from] < to ? p->far[from] : to;
-        const sid_cost cost = sid_cost_near(&p->in->methods[s->method], &s->near, p->size[end] - p->size[from]);
+        const sid_cost cost =
+            sid_cost_near(&p->in->methods[s->method], &s->near, p->size[end] - p->size[from], sid_rest(p, end));
         sid_step(p->in, c, p->back[end] - p->back[from], &cost, NULL);
         s->job->work++;
     }
@@ -208,7 +209,8 @@ static int64_t exchange_of(cupcake *s, uint32_t from, uint32_t end) {
 
 static sid_clock after(cupcake *s, sid_clock c, uint32_t from, uint32_t end) {
     const int64_t *back = s->job->problem.back;
-    const sid_cost cost = sid_cost_near(&s->method, &s->near, s->job->problem.size[end] - s->job->problem.size[from]);
+    const sid_cost cost =
+        sid_cost_near(&s->method, &s->near, s->job->problem.size[end] - s->job->problem.size[from], 0);
     sid_step(&s->paper, &c, back[end] - back[from], &cost, NULL);
     s->job->work++;
     return c;

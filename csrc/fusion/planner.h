@@ -44,25 +44,26 @@ static inline int64_t sid_piece_at(const sid_piece *p, int64_t x) {
     return p->ps + p->slope * (int64_t)dx + (int64_t)part;
 }
 
-/* Cost of a group of x bytes: -1 where the stage does not exist. */
+/* Cost of a group of x bytes, after which `rest` of the backward pass is left: -1 where the stage does not exist. */
 typedef struct sid_cost {
-    int64_t encode, exchange, decode;
+    int64_t encode, exchange, decode, delay; /* the exchange takes `exchange + delay` */
 } sid_cost;
 int64_t sid_curve_at(const sid_curve *c, int64_t x);
-sid_cost sid_cost_at(const sid_method *m, int64_t x);
+sid_cost sid_cost_at(const sid_method *m, int64_t x, int64_t rest);
 
 /* The same with the pieces of the last question at hand; all-zero is a valid start. */
 typedef struct sid_pieces {
-    sid_piece encode, exchange, decode;
+    sid_piece encode, exchange, decode, delay;
 } sid_pieces;
 static inline int64_t sid_curve_near(const sid_curve *c, sid_piece *p, int64_t x) {
     if (x < p->from || x >= p->to) *p = sid_piece_of(c, x);
     return sid_piece_at(p, x);
 }
-static inline sid_cost sid_cost_near(const sid_method *m, sid_pieces *p, int64_t x) {
+static inline sid_cost sid_cost_near(const sid_method *m, sid_pieces *p, int64_t x, int64_t rest) {
     return (sid_cost){m->encode.n ? sid_curve_near(&m->encode, &p->encode, x) : -1,
                       sid_curve_near(&m->exchange, &p->exchange, x),
-                      m->decode.n ? sid_curve_near(&m->decode, &p->decode, x) : -1};
+                      m->decode.n ? sid_curve_near(&m->decode, &p->decode, x) : -1,
+                      m->delay.n ? sid_min(sid_curve_near(&m->delay, &p->delay, x), rest) : 0};
 }
 
 /* The smallest cost of one group of `from` to `to` bytes; 0 where the stage does not exist. */
@@ -77,9 +78,12 @@ typedef struct sid_problem {
     const sid_instance *in;
     int64_t *back, *size; /* n + 1 prefix sums of backward_ps and bytes */
     uint32_t *far;        /* n: the furthest end of a group that starts at this tensor, by cuts and cap */
+    uint32_t n;
 } sid_problem;
 void sid_problem_layout(sid_problem *p, sid_arena *a, uint32_t n);
 void sid_problem_fill(sid_problem *p, const sid_instance *in);
+/* What is left of the backward pass after the tensors before `end`. */
+static inline int64_t sid_rest(const sid_problem *p, uint32_t end) { return p->back[p->n] - p->back[end]; }
 
 /* ---- the transition --------------------------------------------------------------------------------------------- */
 
@@ -87,10 +91,11 @@ void sid_problem_fill(sid_problem *p, const sid_instance *in);
 typedef struct sid_clock {
     int64_t main, encode, link, decode;
     int64_t pending; /* decode_main: decode work so far, which the main stream still has to do */
+    int64_t busy; /* as link, but without delays: only an exchange that moves takes processors from the main stream */
 } sid_clock;
 
 static inline sid_clock sid_clock_start(const sid_instance *in) {
-    return (sid_clock){in->forward_ps, in->forward_ps, in->forward_ps, in->forward_ps, 0};
+    return (sid_clock){in->forward_ps, in->forward_ps, in->forward_ps, in->forward_ps, 0, in->forward_ps};
 }
 
 /* Main stream after `work`, which goes on at `keeps` per mille of its speed while something overlaps it, until `busy`. */
@@ -105,20 +110,21 @@ static inline int64_t sid_work(int64_t main, int64_t busy, int64_t work, int64_t
 static inline void sid_step(const sid_instance *in, sid_clock *c, int64_t work, const sid_cost *cost, sid_row *row) {
     const sid_clock was = *c;
     const int64_t keeps =
-        1000 - in->slowdown_permille; /* of its speed, until was.link: exchanges leave no gap by then */
-    c->main = keeps < 1000 ? sid_work(was.main, was.link, work, keeps)
+        1000 - in->slowdown_permille; /* of its speed, until was.busy: exchanges leave no gap by then */
+    c->main = keeps < 1000 ? sid_work(was.main, was.busy, work, keeps)
                            : sid_work(was.main, was.encode, work, in->overlap_permille);
     int64_t ready = c->main;
     if (row) row->backward = (sid_span){was.main, ready};
     if (cost->encode >= 0) {
         const int64_t start = sid_max(ready, was.encode);
-        ready = c->encode = keeps < 1000 ? sid_work(start, was.link, cost->encode, keeps) : start + cost->encode;
+        ready = c->encode = keeps < 1000 ? sid_work(start, was.busy, cost->encode, keeps) : start + cost->encode;
         if (row) row->encode = (sid_span){start, ready};
         if (!in->overlap_permille) c->main = ready;
     }
     c->encode = sid_max(c->encode, c->main); /* equal states look equal */
     const int64_t sent = sid_max(ready, was.link);
-    c->link = sent + cost->exchange;
+    c->link = sent + cost->delay + cost->exchange;
+    c->busy = keeps < 1000 ? sid_max(ready, was.busy) + cost->exchange : 0;
     const int64_t arrived = sid_max(c->link, was.decode);
     c->decode = arrived;
     if (row) row->exchange = (sid_span){sent, c->link};

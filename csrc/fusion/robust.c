@@ -21,7 +21,8 @@ void sid_robust_layout(sid_job *j, sid_arena *a) {
     if (!sid_option(j, "scenarios")) return;
     size_t knots = 0;
     for (uint32_t m = 0; m < in->n_methods; m++)
-        knots += (size_t)in->methods[m].encode.n + in->methods[m].exchange.n + in->methods[m].decode.n;
+        knots += (size_t)in->methods[m].encode.n + in->methods[m].exchange.n + in->methods[m].decode.n +
+                 in->methods[m].delay.n;
     robust *r = sid_take(a, 1, sizeof *r), t = {0};
     t.p.back = sid_take(a, (size_t)in->n + 1, sizeof *t.p.back);
     t.methods = sid_take(a, in->n_methods, sizeof *t.methods);
@@ -75,6 +76,7 @@ static void scenario(robust *r, const sid_problem *nominal, dice *d) {
     r->in = *in;
     r->in.methods = r->methods;
     r->p.in = &r->in;
+    r->p.n = in->n;
     r->p.size = nominal->size;
     r->p.far = nominal->far;
     for (uint32_t i = 0; i <= in->n; i++) r->p.back[i] = times(nominal->back[i], backward);
@@ -83,6 +85,8 @@ static void scenario(robust *r, const sid_problem *nominal, dice *d) {
         r->methods[m].encode = wrong_curve(&q->encode, nominal->size[in->n], &room, d);
         r->methods[m].exchange = wrong_curve(&q->exchange, nominal->size[in->n], &room, d);
         r->methods[m].decode = wrong_curve(&q->decode, nominal->size[in->n], &room, d);
+        r->methods[m].delay =
+            q->delay.n ? wrong_curve(&q->delay, nominal->size[in->n], &room, d) : (sid_curve){NULL, 0};
     }
 }
 

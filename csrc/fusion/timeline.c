@@ -12,13 +12,16 @@ sid_fuse_status sid_fuse_evaluate(const sid_instance *in, uint32_t groups, const
     if (bad) return bad;
     sid_clock c = sid_clock_start(in);
     const sid_span none = {-1, -1};
+    int64_t rest = 0;
+    for (uint32_t i = 0; i < in->n; i++) rest += in->backward_ps[i];
     for (uint32_t k = 0, at = 0; k < groups; k++) {
         int64_t work = 0, bytes = 0;
         for (; at < ends[k]; at++) {
             work += in->backward_ps[at];
             bytes += in->bytes[at];
         }
-        const sid_cost cost = sid_cost_at(&in->methods[methods[k]], bytes);
+        rest -= work;
+        const sid_cost cost = sid_cost_at(&in->methods[methods[k]], bytes, rest);
         if (timeline) timeline[k] = (sid_row){none, none, none, none};
         sid_step(in, &c, work, &cost, timeline ? &timeline[k] : NULL);
     }
@@ -82,7 +85,7 @@ int64_t sid_draft_time(sid_draft *d, const sid_problem *p) {
     sid_clock c = sid_clock_start(p->in);
     for (uint32_t k = 0, at = 0; k < d->groups; at = d->ends[k++]) {
         const uint32_t end = d->ends[k];
-        const sid_cost cost = sid_cost_at(&p->in->methods[d->methods[k]], p->size[end] - p->size[at]);
+        const sid_cost cost = sid_cost_at(&p->in->methods[d->methods[k]], p->size[end] - p->size[at], sid_rest(p, end));
         sid_step(p->in, &c, p->back[end] - p->back[at], &cost, NULL);
     }
     return d->time = sid_finish(&c);

@@ -36,7 +36,7 @@ void need_option(const sid_algorithm &a, const string &name) {
 class Instance {
   public:
     using Knots = std::vector<std::pair<int64_t, int64_t>>;
-    using Method = std::tuple<std::optional<Knots>, Knots, std::optional<Knots>>;
+    using Method = std::tuple<std::optional<Knots>, Knots, std::optional<Knots>, std::optional<Knots>>;
 
     Instance(int64_t forward_ps, std::vector<int64_t> backward_ps, std::vector<int64_t> bytes,
              const std::vector<Method> &methods, int64_t max_group_bytes, const std::vector<uint32_t> &cut_before,
@@ -59,11 +59,12 @@ class Instance {
             knots_.push_back(std::move(k));
             return sid_curve{knots_.back().data(), static_cast<uint32_t>(knots_.back().size())};
         };
-        knots_.reserve(3 * methods.size());
+        knots_.reserve(4 * methods.size());
         for (size_t m = 0; m < methods.size(); m++) {
-            const auto &[encode, exchange, decode] = methods[m];
+            const auto &[encode, exchange, decode, delay] = methods[m];
             methods_.push_back({encode ? curve(*encode, m, "encode") : sid_curve{}, curve(exchange, m, "exchange"),
-                                decode ? curve(*decode, m, "decode") : sid_curve{}});
+                                decode ? curve(*decode, m, "decode") : sid_curve{},
+                                delay ? curve(*delay, m, "delay") : sid_curve{}});
         }
         in_.n = static_cast<uint32_t>(bytes_.size());
         in_.backward_ps = backward_.data();

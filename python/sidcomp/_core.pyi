@@ -524,8 +524,8 @@ class Instance:
     """A planning problem (csrc/fusion.h). Times are in ps, sizes in bytes of gradient, tensors in ready
     order.
 
-    methods: candidates as (encode, exchange, decode), each a list of knots (bytes, ps); encode and decode may
-    be None. Raises ArgumentError, which names the tensor, candidate or knot at fault.
+    methods: candidates as (encode, exchange, decode, delay), each a list of knots (bytes, ps); all but
+    exchange may be None. Raises ArgumentError, which names the tensor, candidate or knot at fault.
     """
 
     def __init__(
@@ -537,6 +537,7 @@ class Instance:
             tuple[
                 Sequence[tuple[int, int]] | None,
                 Sequence[tuple[int, int]],
+                Sequence[tuple[int, int]] | None,
                 Sequence[tuple[int, int]] | None,
             ]
         ],

@@ -34,7 +34,7 @@ typedef struct tiny {
     int64_t backward[TINY_N], bytes[TINY_N];
     uint8_t cuts[TINY_N];
     sid_method methods[TINY_METHODS];
-    sid_knot knots[3 * TINY_METHODS][TINY_KNOTS + 1];
+    sid_knot knots[4 * TINY_METHODS][TINY_KNOTS + 1];
 } tiny;
 /* Cuts, caps, and every degenerate family (zero bytes, times, latencies, slopes; equal tensors) turn up often. */
 void tiny_make(tiny *t, draws *d, kind k, uint32_t n, uint32_t n_methods);

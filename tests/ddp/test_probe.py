@@ -353,7 +353,7 @@ def test_an_exchange_beside_a_backward_pass_is_not_measured_beside_an_endless_on
             model="0", world=8, device="cpu", backend="gloo", threads=1, tensors=tensors, forward_ps=0,
             compute_ps=1000 * backward, dense_ps=step, methods=[dense],
         )  # fmt: skip
-        instance = profile.instance(contention=1000)
+        instance = profile.instance()
         return int(sidcomp.planner.evaluate(instance, {"ends": [2], "methods": [0]})["time_ps"])
 
     endless, ended = overlapped_curve(machine, None), overlapped_curve(machine, backward)

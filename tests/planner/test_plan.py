@@ -105,6 +105,7 @@ def general(rng: random.Random, n: int, methods: int) -> Instance:
             "encode": table(rng) if rng.random() < 0.7 else None,
             "exchange": table(rng),
             "decode": table(rng) if rng.random() < 0.5 else None,
+            "delay": table(rng) if rng.random() < 0.5 else None,
         }
         for i in range(methods)
     ]
@@ -177,7 +178,7 @@ def check_timeline(made: Instance, done: dict[str, Any]) -> None:
             cost = getattr(group, kind)
             assert (row[kind] is None) == (cost is None)
             if cost is not None:
-                took = row[kind][1] - row[kind][0]
+                took = row[kind][1] - row[kind][0] - (group.delay if kind == "exchange" else 0)
                 assert took == cost or (kind == "encode" and took > cost and made.get("stolen_permille"))
         ready = row["backward"][1]
         for kind in fusion.SPANS:
@@ -523,7 +524,11 @@ def broken(path: str, value: Any) -> Instance:
         ("methods.1.exchange", None, r"methods\[1\].exchange must be a list, not None"),
         ("methods.0.encode.1", [3], r"methods\[0\].encode\[1\] must be \[bytes, ps\], not \[3\]"),
         ("methods.0.encode.1", [10, 2.5], r"methods\[0\].encode\[1\], its ps, must be an integer, not 2.5"),
-        ("methods.0.speed", 1, r"methods\[0\] has no field 'speed': it has decode, encode, exchange, name"),
+        (
+            "methods.0.speed",
+            1,
+            r"methods\[0\] has no field 'speed': it has decode, delay, encode, exchange, name",
+        ),
         ("cut_before", [1, None], r"cut_before\[1\] must be an integer, not None"),
         ("decode", "gpu", "decode must be 'side' or 'main', not 'gpu'"),
         ("tensors", [], "tensor"),

@@ -31,13 +31,14 @@ def test_the_plan_explains_the_measured_step(algorithm: str, tmp_path: Path) -> 
     path = saved(tmp_path, contention=contention, dense_ps=66 * 10**9)
     found = json.loads(run("--profile", path, "--algorithm", algorithm, "--json").stdout)
     profile = Profile.load(path)
-    isolated = {**profile.instance(), "stolen_permille": 100}
-    fitted = profile.fitted_instance()
-    assert fusion.evaluate(fitted, found)["time_ps"] == found["time_ps"]
-    assert found["time_ps"] == sidcomp.planner.plan(fitted, algorithm)["time_ps"]
+    made = profile.instance()
+    isolated = {**made, "methods": [{**m, "delay": None} for m in made["methods"]]}
+    assert fusion.evaluate(made, found)["time_ps"] == found["time_ps"]
+    assert found["time_ps"] == sidcomp.planner.plan(made, algorithm)["time_ps"]
     if algorithm == "dense":
-        assert found["time_ps"] > fusion.evaluate(isolated, found)["time_ps"]
-    assert fitted["stolen_permille"] == 100
+        layers = {"ends": [1, 2, 3, 4], "methods": [0] * 4}
+        assert fusion.evaluate(made, layers)["time_ps"] > fusion.evaluate(isolated, layers)["time_ps"]
+    assert made["stolen_permille"] == 100
 
 
 def test_it_shows_what_was_measured_beside_what_is_planned(tmp_path: Path) -> None:

@@ -231,12 +231,11 @@ def use(profile: Profile, path: Path) -> None:
     profile.save(path)
     assert Profile.load(path) == profile
     slow = {m.name: {"encode": 16_000, "exchange": 16_000, "decode": 62} for m in profile.methods}
-    for buckets, contention, rates in ((True, 0, None), (False, 1000, slow)):
-        made = profile.instance(buckets, rates=rates, contention=contention, copied=buckets)
-        made["stolen_permille"] = profile.contention.get("stolen_permille", 0)
+    for buckets, rates in ((True, None), (False, slow)):
+        made = profile.instance(buckets, rates=rates, copied=buckets)
         found = sidcomp.planner.plan(made, "pg")
         assert sidcomp.planner.evaluate(made, found)["time_ps"] == found["time_ps"]
-    assert 0 <= profile.fitted_contention() <= 1000
+    assert profile.plain_ps() >= 0
 
 
 @SHARES
@@ -436,21 +435,13 @@ def test_methods_are_chosen_by_name() -> None:
         profile.instance(rates={"fp16": {"encode": 1100}})
 
 
-def test_contention_and_rates_move_the_tables() -> None:
+def test_rates_move_the_tables() -> None:
     profile = make_profile()
-
-    def exchange(**arguments: Any) -> list[list[int]]:
-        table: list[list[int]] = profile.instance(**arguments)["methods"][0]["exchange"]
-        return table
-
-    assert exchange() == profile.methods[0].exchange_curve.knots
-    assert exchange(contention=1000) == profile.methods[0].contended.knots  # type: ignore[union-attr]
-    assert exchange(contention=500)[0] == [0, (MS // 4 + MS) // 2]
-    topk = profile.instance(contention=1000, rates={"topk density=0.01": {"exchange": 500}})["methods"][1]
-    assert topk["exchange"][0] == [0, MS // 3 // 2]  # never measured beside computing: as alone
+    assert profile.instance()["methods"][0]["exchange"] == profile.methods[0].exchange_curve.knots
+    topk = profile.instance(rates={"topk density=0.01": {"exchange": 500}})["methods"][1]
+    assert topk["exchange"][0] == [0, MS // 3 // 2]
     assert topk["encode"][0] == [0, 10**7]
-    with pytest.raises(ArgumentError, match="contention=1500"):
-        profile.instance(contention=1500)
+    assert topk["delay"] is None  # never measured beside computing: as alone
 
 
 def test_dense_groups_are_copied_where_they_are_no_buckets() -> None:
@@ -464,23 +455,30 @@ def test_dense_groups_are_copied_where_they_are_no_buckets() -> None:
     assert profile.instance(copied=True)["methods"][0]["decode"] is None
 
 
-def test_contention_never_makes_an_exchange_faster() -> None:
+def test_the_delay_is_what_computing_adds_to_an_exchange() -> None:
     profile = make_profile()
-    profile.methods[0] = replace(profile.methods[0], contended=line(MS // 8, 1000))
-    assert profile.instance(contention=1000)["methods"][0]["exchange"] == line(MS // 4, 8000).knots
+    alone, beside = profile.methods[0].exchange_curve, profile.methods[0].contended
+    assert beside is not None
+    for x, longer in profile.instance()["methods"][0]["delay"]:
+        assert longer == beside.at(x) - alone.at(x) > 0
+    profile.methods[0] = replace(profile.methods[0], contended=line(MS // 8, 1000))  # faster than alone
+    assert {y for _, y in profile.instance()["methods"][0]["delay"]} == {0}
 
 
-@pytest.mark.parametrize("stolen, longest", [(0, 10), (500, 20)])
-def test_an_exchange_is_slowed_down_only_while_the_backward_pass_runs(stolen: int, longest: int) -> None:
-    """It runs for 10 ms, and for twice as long if exchanges take half of the processor's speed."""
-    profile = make_profile(contention={"stolen_permille": stolen})
+def test_an_exchange_is_delayed_only_while_the_backward_pass_runs() -> None:
+    """Which runs for 10 ms, of which 6 come after the first bucket."""
+    profile = make_profile(contention={})
     alone = profile.methods[0].exchange_curve
-    profile.methods[0] = replace(profile.methods[0], contended=line(MS, 1_000_000))  # 8.4 s for 8 MB
-    table = profile.instance(contention=1000)["methods"][0]["exchange"]
-    assert table == [[0, MS], [8 * MB, alone.at(8 * MB) + longest * MS]]
-    plan = {"ends": [4], "methods": [0]}
-    isolated, overlapped = (sidcomp.planner.evaluate(profile.instance(contention=c), plan) for c in (0, 1000))
-    assert 0 < overlapped["time_ps"] - isolated["time_ps"] <= longest * MS
+    profile.methods[0] = replace(profile.methods[0], contended=line(100 * MS, 1_000_000))
+    first, second = (
+        sidcomp.planner.evaluate(profile.instance(), {"ends": ends, "methods": [0] * len(ends)})["timeline"]
+        for ends in ([2, 4], [4])
+    )
+    assert [row["exchange"][1] - row["exchange"][0] for row in first] == [
+        alone.at(4 * MB + 4 * KB) + 6 * MS,
+        alone.at(2 * MB),
+    ]
+    assert second[0]["exchange"][1] - second[0]["exchange"][0] == alone.at(6 * MB + 4 * KB)
 
 
 @pytest.mark.parametrize("algorithm", ["pg", "ldp"])

@@ -31,6 +31,7 @@ class Group(NamedTuple):
     encode: int | None
     exchange: int
     decode: int | None
+    delay: int  # of the exchange, by what is left of backward
 
 
 def group_of(instance: Instance, start: int, end: int, method: int) -> Group:
@@ -41,22 +42,25 @@ def group_of(instance: Instance, start: int, end: int, method: int) -> Group:
         None if tables["encode"] is None else cost(tables["encode"], size),
         cost(tables["exchange"], size),
         None if tables["decode"] is None else cost(tables["decode"], size),
+        min(cost(tables.get("delay"), size), sum(t["backward_ps"] for t in instance["tensors"][end:])),
     )
 
 
 class Clock(NamedTuple):
-    """When each stream is free: backward, encode, exchange, decode beside them; and the sum of decodes."""
+    """When each stream is free: backward, encode, exchange, decode beside them; and the sum of decodes.
+    moving: as exchange, without the delays, in which nothing is sent."""
 
     backward: int
     encode: int
     exchange: int
     decode: int
     decodes: int
+    moving: int
 
 
 def clock(instance: Instance) -> Clock:
     now = instance["forward_ps"]
-    return Clock(now, now, now, now, 0)
+    return Clock(now, now, now, now, 0, now)
 
 
 def beside(now: int, busy: int, work: int, stolen: int) -> int:
@@ -72,21 +76,22 @@ def step(now: Clock, group: Group, overlap: int, stolen: int) -> Clock:
     """One group later. While an encode runs, backward goes on at overlap/1000 of its speed; or, while an
     exchange does, all that is on the main stream loses stolen/1000 of its."""
     if stolen:
-        backward = encode = ready = beside(now.backward, now.exchange, group.backward, stolen)
+        backward = encode = ready = beside(now.backward, now.moving, group.backward, stolen)
         if group.encode is not None:
-            backward = encode = ready = beside(backward, now.exchange, group.encode, stolen)
+            backward = encode = ready = beside(backward, now.moving, group.encode, stolen)
     else:
         ready = backward = beside(now.backward, now.encode, group.backward, 1000 - overlap)
         encode = now.encode
         if group.encode is not None:
             ready = encode = max(backward, encode) + group.encode
             backward = encode if overlap == 0 else backward  # it ran on the main stream
-    exchange = max(now.exchange, ready) + group.exchange
+    exchange = max(now.exchange, ready) + group.delay + group.exchange
+    moving = max(now.moving, ready) + group.exchange
     decode, decodes = now.decode, now.decodes
     if group.decode is not None:
         decode = max(decode, exchange) + group.decode
         decodes += group.decode
-    return Clock(backward, encode, exchange, decode, decodes)
+    return Clock(backward, encode, exchange, decode, decodes, moving)
 
 
 def finish(now: Clock, main: bool) -> int:

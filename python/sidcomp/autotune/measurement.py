@@ -363,7 +363,7 @@ def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
         dense if i == DENSE else measurable(settings, i, profile.world).name
         for i in candidates_of(profile, settings)
     ]
-    return profile.fitted_instance(buckets, names)
+    return profile.instance(buckets, names)
 
 
 def leaves_behind(layout: Layout, unassigned: Iterable[str], target: Regime) -> bool:

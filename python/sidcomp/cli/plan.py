@@ -127,13 +127,9 @@ def show_comparison(rows: Sequence[dict[str, Any]]) -> None:
 
 def profiled(profile: Profile) -> str:
     """Returns the profile's own measurements as text, to compare the plan from it with."""
-    buckets = {"ends": profile.bucket_ends(), "methods": [0] * len(profile.bucket_ends())}
-    made = profile.instance(True, [profile.methods[0].name], contention=profile.fitted_contention())
-    made["stolen_permille"] = profile.contention.get("stolen_permille", 0)
-    said = fusion.evaluate(made, buckets)["time_ps"]
     return (
         f"profile of {profile.world} ranks, {profile.backend}, {profile.device}: plain DDP took "
-        f"{_ms(profile.dense_ps)} a step ({_ms(said)} by this model), without communication "
+        f"{_ms(profile.dense_ps)} a step ({_ms(profile.plain_ps())} by this model), without communication "
         f"{_ms(profile.compute_ps)}"
     )
 
@@ -207,7 +203,7 @@ def plan_command(
     try:
         source = Profile.load(profile) if profile is not None else None
         refuse_plot(plot)
-        loaded = fusion.load(source.fitted_instance() if source is not None else _instance(instance))
+        loaded = fusion.load(source.instance() if source is not None else _instance(instance))
         if every:
             rows = compare(loaded)
             if as_json:

@@ -21,6 +21,7 @@ _INSTANCE = {"forward_ps", "tensors", "methods"}
 _OPTIONAL = {"max_group_bytes", "cut_before", "overlap_permille", "stolen_permille", "decode"}
 _TENSOR = {"name", "backward_ps", "bytes"}
 _METHOD = {"name", "encode", "exchange", "decode"}
+_DELAY = {"delay"}  # of a method: optional
 _DECODE = ("side", "main")
 _MOST = 2**63 - 1
 
@@ -108,10 +109,10 @@ def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     methods = _list("methods", instance["methods"])
     for i, method in enumerate(methods):
         where = f"methods[{i}]"
-        _fields(where, method, _METHOD)
+        _fields(where, method, _METHOD, _DELAY)
         _string(f"{where}.name", method["name"])
-        for kind in ("encode", "exchange", "decode"):
-            if kind == "exchange" or method[kind] is not None:
+        for kind in ("encode", "exchange", "decode", "delay"):
+            if kind == "exchange" or method.get(kind) is not None:
                 _knots(f"{where}.{kind}", method[kind])
     cuts = _list("cut_before", instance.get("cut_before") or [])
     for i, cut in enumerate(cuts):
@@ -149,7 +150,7 @@ def build(instance: Mapping[str, Any]) -> _core.Instance:
         forward_ps=instance["forward_ps"],
         backward_ps=[t["backward_ps"] for t in instance["tensors"]],
         bytes=[t["bytes"] for t in instance["tensors"]],
-        methods=[(m["encode"], m["exchange"], m["decode"]) for m in instance["methods"]],
+        methods=[(m["encode"], m["exchange"], m["decode"], m.get("delay")) for m in instance["methods"]],
         max_group_bytes=instance["max_group_bytes"],
         cut_before=instance["cut_before"],
         overlap_permille=instance["overlap_permille"],

@@ -159,8 +159,7 @@ class Profile:
         # The planners decide: they must accept every instance that is made from the profile.
         slowest = {m.name: dict.fromkeys(("encode", "exchange", "decode"), _CORRECTION) for m in self.methods}
         for buckets in (True, False):
-            made = self.instance(buckets, rates=slowest, contention=1000, copied=True)
-            made["stolen_permille"] = self.contention.get("stolen_permille", 0)
+            made = self.instance(buckets, rates=slowest)
             for method in range(len(self.methods)):
                 fusion.evaluate(made, {"ends": [len(self.tensors)], "methods": [method]})
 
@@ -234,23 +233,18 @@ class Profile:
         buckets: bool = True,
         methods: Sequence[str] | None = None,
         rates: Mapping[str, Mapping[str, int]] | None = None,
-        contention: int = 0,
-        copied: bool = False,
+        copied: bool = True,
     ) -> dict[str, Any]:
-        """Makes an instance for `sidcomp.planner.plan`. Raises ArgumentError.
+        """Makes an instance for `sidcomp.planner.plan`. No group mixes two kinds of tensors. Raises
+        ArgumentError.
 
         buckets     True: a tensor is ready when its bucket is; False: when it is ready itself (after rewrap)
         methods     the names of the candidates to choose from; None: all
         rates       {method: {"encode" | "exchange" | "decode": per mille}}: corrections of the times, from
                     later observations
-        contention  per mille: 0: exchanges cost their isolated time, as after the backward pass; 1000: their
-                    overlapped time. This is at most the isolated time and the whole backward pass: an
-                    exchange is not slowed down any more when the pass has ended
         copied      True: dense groups include the copy back, which all but DDP's own buckets need: their
                     decode; False: dense has no decode
         """
-        if not 0 <= contention <= 1000:
-            raise ArgumentError(f"contention={contention}: give a number from 0 to 1000 (per mille)")
         known = [m.name for m in self.methods]
         chosen, rates = known if methods is None else list(methods), rates or {}
         for name in (*chosen, *rates):
@@ -265,45 +259,25 @@ class Profile:
             ready = max(now, last[t["bucket"] if buckets else i])
             tensors.append({"name": t["name"], "backward_ps": ready - now, "bytes": t["bytes"]})
             now = ready
-        # An exchange that slows down the backward pass makes it longer.
-        longer = (now - self.forward_ps) * 1000 // (1000 - self.contention.get("stolen_permille", 0))
-        costs = [
-            _costs(m, rates.get(m.name, {}), contention, longer) for m in self.methods if m.name in chosen
-        ]
+        costs = [_costs(m, rates.get(m.name, {})) for m in self.methods if m.name in chosen]
         if not copied:
             costs = [{**c, "decode": None} if c["encode"] is None else c for c in costs]
+        kinds = [t["kind"] for t in self.tensors]
         return {
             "forward_ps": self.forward_ps,
             "tensors": tensors,
             "methods": costs,
+            "cut_before": [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]],
             "overlap_permille": 0,
+            "stolen_permille": self.contention.get("stolen_permille", 0),
             "decode": "side",
         }
 
-    def fitted_instance(self, buckets: bool = True, methods: Sequence[str] | None = None) -> dict[str, Any]:
-        """The instance from which a State plans: with the contention that explains plain DDP's measured time,
-        what exchanges take from computation, and no group of two kinds of tensors. See `instance`."""
-        made = self.instance(buckets, methods, contention=self.fitted_contention(), copied=True)
-        kinds = [t["kind"] for t in self.tensors]
-        made["cut_before"] = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
-        made["stolen_permille"] = self.contention.get("stolen_permille", 0)
-        return made
-
-    def fitted_contention(self) -> int:
-        """How much overlapping computation slows exchanges down, in per mille from isolated to overlapped:
-        chosen so that the model gives plain DDP its measured time."""
-        ends = self.bucket_ends()
-        buckets = {"ends": ends, "methods": [0] * len(ends)}
-        low, high = 0, 1000
-        while low < high:
-            middle = (low + high) // 2
-            made = self.instance(True, [self.methods[0].name], contention=middle)
-            made["stolen_permille"] = self.contention.get("stolen_permille", 0)
-            if fusion.evaluate(made, buckets)["time_ps"] < self.dense_ps:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    def plain_ps(self) -> int:
+        """The time of an iteration of plain DDP by the planner's model."""
+        ends, dense = self.bucket_ends(), self.methods[0].name
+        made = self.instance(True, [dense], copied=False)
+        return int(fusion.evaluate(made, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
 
     def bucket_ends(self) -> list[int]:
         """The `ends` of a plan whose groups are DDP's buckets."""
@@ -317,18 +291,22 @@ def model_digest(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _costs(m: Method, rates: Mapping[str, int], contention: int, longer: int) -> dict[str, Any]:
-    """longer: the most by which computation makes an exchange take longer."""
-    alone, beside = m.exchange_curve, m.contended or m.exchange_curve
-    at = sorted({x for curve in (alone, beside) for x, _ in curve.knots})
-    more = [min(max(0, beside.at(x) - alone.at(x)), longer) for x in at]
-    weighed = [
-        [x, (1000 * alone.at(x) + extra * contention) // 1000] for x, extra in zip(at, more, strict=True)
-    ]
+def _costs(m: Method, rates: Mapping[str, int]) -> dict[str, Any]:
     encode, decode = (curve and curve.knots for curve in (m.encode, m.decode))
-    tables = {"encode": encode, "exchange": weighed, "decode": decode}
+    tables = {"encode": encode, "exchange": m.exchange_curve.knots, "decode": decode}
     scaled = {k: t and [[x, y * rates.get(k, 1000) // 1000] for x, y in t] for k, t in tables.items()}
-    return {"name": m.name, **scaled}
+    return {"name": m.name, **scaled, "delay": _delay(m)}
+
+
+def _delay(m: Method) -> list[list[int]] | None:
+    """By how much longer an exchange takes beside computation, in ps by bytes."""
+    if m.contended is None:
+        return None
+    alone, beside = m.exchange_curve, m.contended
+    at = sorted({x for curve in (alone, beside) for x, _ in curve.knots})
+    longer = [[x, max(0, beside.at(x) - alone.at(x))] for x in at]
+    longer[-1][1] = max(y for _, y in longer[-2:])  # the slope beyond must not fall below 0
+    return longer
 
 
 def parse_method(data: Any, where: str = "the method") -> Method:

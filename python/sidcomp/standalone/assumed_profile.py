@@ -46,8 +46,4 @@ def assumed_profile(model: Model, step_ms: float, world: int, found: dict[str, A
     }
     header = {"version": Profile.version, "format": Profile.format}
     profile = Profile.of({**plain, **header})
-    overlapped = profile.instance(True, [profile.methods[0].name], contention=1000)
-    overlapped["stolen_permille"] = stolen
-    at = profile.bucket_ends()
-    dense_ps = fusion.evaluate(overlapped, {"ends": at, "methods": [0] * len(at)})["time_ps"]
-    return Profile.of({**plain, **header, "dense_ps": dense_ps})
+    return Profile.of({**plain, **header, "dense_ps": profile.plain_ps()})
