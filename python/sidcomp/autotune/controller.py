@@ -287,7 +287,7 @@ class Controller(Monitoring):
                 why = reasons[0] if reasons else "the ranks' checkpoints hold different measurements"
                 self._warn(f"{why}: measuring and planning again")
             self._replaying = alike > 0
-            hold = self._replaying and self._journal.entries[-1]["kind"] == "pairs"
+            hold = self._replaying and self._journal.entries[-1]["kind"] in ("window", "pairs")
             self._script = self._whole(hold)
             regime, flush = PLAIN, not hold and bool(residuals)
         self._order = next(self._script)

@@ -13,7 +13,7 @@ from sidcomp.config.grouping import DENSE
 from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.planner.fusion import VERSION
 from sidcomp.planner.profile import Profile
-from sidcomp.planner.significance import FUTILE, WORTH, is_faster
+from sidcomp.planner.significance import WORTH, is_faster
 from sidcomp.runtime.plain_data import (
     Check,
     count,
@@ -35,14 +35,16 @@ Entry = dict[str, Any]
 #   turns    about the buckets: see measurement.turn; this rank's own
 #   profile  about the buckets: the whole profile, in place of the turns
 #   times    about groups: step times in ns; this rank's own until done, then means over the ranks
-#   pairs    about a plan: pairs of windows in ns, means over the ranks; rows: see measurement.took, this
-#            rank's own; took: their medians on the slowest rank, once done; waiting: the elements that the
-#            plan kept back on one rank, at most; counted only for accuracy="exact"
+#   window   about a plan: times as above; rows: see measurement.took, this rank's own until done; took: what
+#            all ranks make of them, once done
+#   pairs    about a plan: pairs of windows in ns, means over the ranks; waiting: the elements that the plan
+#            kept back on one rank, at most; counted only for accuracy="exact"
 _EMPTY: dict[str, dict[str, Any]] = {
     "turns": {"turns": []},
     "profile": {"profile": None},
     "times": {"times": []},
-    "pairs": {"pairs": [], "rows": [], "took": [], "waiting": 0},
+    "window": {"times": [], "rows": [], "took": []},
+    "pairs": {"pairs": [], "waiting": 0},
 }
 
 
@@ -84,10 +86,9 @@ def _common(e: Entry) -> Entry:
     """The entry with the values that differ from rank to rank replaced by their number."""
     if e["kind"] == "turns":
         return {**e, "turns": [[len(t["buckets"]), len(t["ready"])] for t in e["turns"]]}
-    if e["kind"] == "times" and not e["done"]:
-        return {**e, "times": len(e["times"])}
-    if e["kind"] == "pairs":
-        return {**e, "rows": [len(row) for row in e["rows"]]}
+    if e["kind"] in ("times", "window") and not e["done"]:
+        rows = {"rows": [len(row) for row in e["rows"]]} if e["kind"] == "window" else {}
+        return {**e, "times": len(e["times"]), **rows}
     if e["kind"] == "profile":
         return {**e, "profile": {**e["profile"], "measured_s": 0}}
     return e
@@ -121,31 +122,25 @@ _HOLDS: dict[str, dict[str, Check]] = {
     },
     "profile": {"profile": _profile},
     "times": {"times": listing(count)},
-    "pairs": {
-        "pairs": listing(pair),
-        "rows": listing(listing(whole)),
-        "took": listing(whole),
-        "waiting": count,
-    },
+    "window": {"times": listing(count), "rows": listing(listing(whole)), "took": listing(whole)},
+    "pairs": {"pairs": listing(pair), "waiting": count},
 }
 
 
 def entries(value: object, where: str) -> None:
     listing(record({"kind": text, "of": text, "done": flag}))(value, where)
     assert isinstance(value, list | tuple)
-    before = 0  # pairs of windows of other plans
     for i, e in enumerate(value):
         if e["kind"] not in _HOLDS:
             raise wrong(f"{where}[{i}]['kind']", e["kind"], f"one of {', '.join(_HOLDS)}")
         record(_HOLDS[e["kind"]])(e, f"{where}[{i}]")
-        if e["kind"] == "pairs":
-            widths = {len(row) for row in (*e["rows"], *([e["took"]] if e["took"] else []))}
-            if len(widths) > 1:
+        if e["kind"] == "window":
+            if len({len(row) for row in (*e["rows"], *([e["took"]] if e["took"] else []))}) > 1:
                 raise wrong(f"{where}[{i}]['rows']", e["rows"], "rows of the same length")
-            spent = before > 0 and before + len(e["pairs"]) >= FUTILE  # a later plan has no more than these
-            if e["done"] and is_faster(e["pairs"], WORTH) is None and not spent:
-                raise wrong(f"{where}[{i}]['pairs']", e["pairs"], "enough pairs to decide")
-            before += len(e["pairs"])
+            if e["done"] and not e["times"]:
+                raise wrong(f"{where}[{i}]['times']", e["times"], "the times of some steps")
+        if e["kind"] == "pairs" and e["done"] and is_faster(e["pairs"], WORTH) is None:
+            raise wrong(f"{where}[{i}]['pairs']", e["pairs"], "enough pairs to decide")
         if i + 1 < len(value) and not e["done"]:
             raise wrong(f"{where}[{i}]['done']", False, "True, as in all entries but the last")
 
@@ -161,6 +156,15 @@ _REPORT: dict[str, Check] = {
     "floors": listing(listing(number, 2, 2)),
     "log": listing(text),
     "tried": listing(record({**_TRIED, "groups": count, "predicted_ps": count})),
+    "competed": listing(
+        record(
+            {
+                **dict.fromkeys(("groups", "predicted_ps", "measured_ps", "steps"), count),
+                "ways": listing(text),
+                "chosen": flag,
+            }
+        )
+    ),
     "compared": listing(record({**_TRIED, "step": count, "steps": count})),
     "plan": either(
         record(

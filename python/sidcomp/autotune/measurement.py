@@ -388,31 +388,39 @@ def took(model: Model, found: dict[str, Any], s: Observed) -> list[int]:
     return [*spans, _pass(s, model.get("stolen_permille", 0))]
 
 
-def refit(model: Model, found: dict[str, Any], slow: Sequence[int], measured_ps: int) -> Model:
-    """Scales the costs of a model so that it explains the measured time of a plan that ran. slow: what `took`
-    observed, the medians of the slowest rank; empty if nothing was observed.
+# A plan, and what its groups took, as `Contest` has it; empty if nothing was observed.
+Run = tuple[dict[str, Any], Sequence[int]]
+
+
+def refit(model: Model, runs: Sequence[Run], best: Mapping[str, Any], measured_ps: int) -> Model:
+    """Scales the costs of a model so that it explains the plans that ran, and the time of the best.
 
     One factor (between 1/16 and 16) scales each of encode, exchange and decode of a method, another the
     backward pass. The rest of the difference counts as time outside the model.
     """
-    again = {**model, **(_rescaled(model, found, slow) if slow else {})}
-    off = measured_ps - evaluate(again, found)["time_ps"]
+    again = {**model, **_rescaled(model, [(found, took) for found, took in runs if took])}
+    off = measured_ps - evaluate(again, best)["time_ps"]
     return {**again, "forward_ps": max(0, model["forward_ps"] + off)}
 
 
-def _rescaled(model: Model, found: dict[str, Any], slow: Sequence[int]) -> dict[str, Any]:
-    rows = evaluate(model, found)["timeline"]  # includes the slowdown of encodes
+def _rescaled(model: Model, runs: Sequence[Run]) -> dict[str, Any]:
+    # Timelines include the slowdown of encodes.
+    seen = [(found["methods"], evaluate(model, found)["timeline"], took) for found, took in runs]
     methods = []
     for m, method in enumerate(model["methods"]):
         scaled = {**method}
-        mine = [k for k, used in enumerate(found["methods"]) if used == m]
         for i, kind in enumerate(_SPANS):
-            said = sum(rows[k][kind][1] - rows[k][kind][0] for k in mine) if method[kind] else 0
-            if said:
-                factor = min(16.0, max(1 / 16, _PS * sum(slow[3 * k + i] for k in mine) / said))
+            pairs = [
+                (rows[k][kind][1] - rows[k][kind][0], took[3 * k + i])
+                for used, rows, took in seen
+                for k, of in enumerate(used)
+                if of == m and method[kind]
+            ]
+            if said := sum(ps for ps, _ in pairs):
+                factor = min(16.0, max(1 / 16, _PS * sum(ns for _, ns in pairs) / said))
                 scaled[kind] = [[x, round(y * factor)] for x, y in method[kind]]
         methods.append(scaled)
-    backward = slow[-1]
+    backward = median([took[-1] for _, _, took in seen] or [0])
     tensors = model["tensors"]
     # The observed pass begins with the first bucket. The bucket's first tensor holds all of its time.
     said = sum(t["backward_ps"] for t in tensors[1:])

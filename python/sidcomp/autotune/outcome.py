@@ -29,7 +29,8 @@ class Report:
     why: str = ""
     floors: list[tuple[int, float]] = field(default_factory=list)  # the stages of the warm-up
     log: list[str] = field(default_factory=list)
-    tried: list[dict[str, Any]] = field(default_factory=list)  # every plan: predicted, measured, baseline
+    competed: list[dict[str, Any]] = field(default_factory=list)  # plans that were measured in turns
+    tried: list[dict[str, Any]] = field(default_factory=list)  # the best of them, with the baseline
     compared: list[dict[str, Any]] = field(default_factory=list)  # later, the plan with the baseline
     plan: dict[str, Any] | None = None
     instance: dict[str, Any] | None = None

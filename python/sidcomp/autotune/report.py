@@ -43,6 +43,7 @@ def report(p: Engine) -> dict[str, Any]:
         "rewrapped_ps": rewrapped,
         "finding_steps": r.steps,
         "finding_seconds": r.seconds,
+        "competed": list(r.competed),
         "tried": list(r.tried),
         "compared": list(r.compared),
         "log": list(r.log),
@@ -116,6 +117,12 @@ def explain(p: Engine) -> str:
     lines.append(
         f"  search: {r['finding_steps']} steps, {r['finding_seconds']:.1f} s more than as many steps now"
     )
+    if r["competed"]:
+        lines += ["", "  plans that were measured in turns:"]
+    for one in r["competed"]:
+        groups = f"{one['groups']} group{'s' * (one['groups'] > 1)}, {', '.join(one['ways'])}"
+        times = f"predicted {one['predicted_ps'] * 1e-9:.1f}, measured {one['measured_ps'] * 1e-9:.1f} ms"
+        lines.append(f"    {groups}: {times} in {one['steps']} steps{' (chosen)' * one['chosen']}")
     if r["groups"]:
         lines += ["", *_table(r["groups"])]
     if r["log"]:

@@ -2,29 +2,29 @@
 the cost model and plans again.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from itertools import pairwise
+from collections.abc import Generator, Sequence
 from statistics import median
 from typing import Any
 
 from sidcomp.autotune import iterations, measurement
+from sidcomp.autotune.contest import Contest, Plan
 from sidcomp.autotune.iterations import Iteration, Order, Script
 from sidcomp.autotune.journal import Entry
-from sidcomp.autotune.profiling import FAR, LONG, Profiling
+from sidcomp.autotune.profiling import FAR, LONG
 from sidcomp.config.accuracy import EXACT
-from sidcomp.config.grouping import DENSE, Regime
+from sidcomp.config.grouping import Regime
 from sidcomp.config.settings import PLAIN, Settings
 from sidcomp.planner import mergecomp
 from sidcomp.planner.fusion import evaluate, plan, plan_hash
 from sidcomp.planner.profile import Profile
-from sidcomp.planner.significance import FUTILE, MARGIN, WORTH, Pair, gain, is_faster
+from sidcomp.planner.significance import WORTH, Pair, gain, is_faster
 
 _WINDOW = 4  # timed steps of a window
 # Timed steps of the faster and of the slower one in the first two pairs, where one is expected to take more
 # than so many times as long. They decide if no steps overlap: by chance 1 time in 91 * 23, or in 45^2.
 _UNEVEN = ((FAR, ((12, 2), (22, 1))), (LONG, ((8, 2), (8, 2))))
 _CLEARLY = 1.5  # the pairs must then show at least this ratio, else they do not count
-_BETTER = 0.97  # share of the time of a plan that has won, below which another one is tried
+_SLOWER = 1.1  # plans that are predicted to take up to so many times as long as the baseline compete
 # These are options of the planners. Cupcake searches for as long as the paper lets it, some seconds, and
 # starts from two even groups (its section 4.2).
 _CUPCAKE = {"groups": 2, "work_limit": 400_000_000}
@@ -39,7 +39,7 @@ def without_room(waiting: int) -> str:
     )
 
 
-class Search(Profiling):
+class Search(Contest):
     """Finds the regime."""
 
     def __init__(self, settings: Settings, given: Profile | None) -> None:
@@ -53,7 +53,7 @@ class Search(Profiling):
 
     def _find_out(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
         r = self.report
-        r.stage, r.baseline_ps = "measuring", 0
+        r.stage, r.baseline_ps, r.competed = "measuring", 0, []
         self._forget_plan()
         r.profile = profile = yield from self._profile()
         self._record(None)
@@ -66,103 +66,69 @@ class Search(Profiling):
             found = self.plan(model)
             regime = self._regime(found)
             times = yield from self._timed(plan_hash(found), regime, iterations.STEPS)
-            self._keep(model, found, int(1000 * median(times)))
-            return regime, f"{self.algorithm} chose it"
+            self._keep(model, found, took := int(1000 * median(times)))
+            return regime, f"{self.algorithm} chose it" + (yield from self._beside(model, found, took))
         return (yield from self._compare(model))
 
     def _compare(self, model: measurement.Model) -> Generator[Order, Iteration, tuple[Regime, str]]:
-        """Plans, verifies, refits and plans again. A plan is kept only if it beats the one before."""
+        """Keeps the fastest of a few plans on real steps, if it also beats the baseline."""
         r = self.report
-        best, to_beat = self.base, self._baseline_of(model)
-        why = "no plan was predicted to be faster"
-        lost: list[Regime] = []
-        measured = 0  # pairs of windows
-        for attempt in range(3):
-            if measured + 2 > FUTILE:  # with two more pairs it would take more than some 60 steps
-                break
-            # The model is not exact, so a plan that it predicts to be a little slower is tried once. Beside a
-            # plan that has won, only one is worth its windows that is predicted to be clearly faster.
-            least = 1.1 if not attempt else MARGIN if best == self.base else _BETTER
-            found = self._choose(model, int(to_beat * least), best)
-            if found is None or (regime := self._regime(found)) in lost:
-                break
-            r.stage = "verifying"
-            self._say(
-                f"verifying plan {plan_hash(found)[:8]}: {len(found['ends'])} groups, predicted "
-                f"{found['time_ps'] * 1e-9:.1f} ms a step against {to_beat * 1e-9:.1f} ms",
-                stage=True,
-            )
-            most = FUTILE - measured if attempt else None
-            e = yield from self._verify(model, found, best, found["time_ps"] / to_beat, most)
-            pairs = e["pairs"]
-            measured += len(pairs)
-            waiting = e["waiting"]
-            won = bool(is_faster(pairs, WORTH)) and not waiting
-            tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
-            said = f"{gain(pairs):.3f} of the time of {self._called(best)} in {len(pairs)} pairs of windows"
-            r.tried.append(
-                {
-                    "groups": len(found["ends"]),
-                    "predicted_ps": found["time_ps"],
-                    "measured_ps": tried,
-                    "against_ps": other,
-                    "pairs": len(pairs),
-                    "kept": won,
-                }
-            )
-            self._say(f"measured: {said}, {'kept' if won else 'not kept'}")
-            if best == self.base:
-                r.baseline_ps = to_beat = other
-            if won:
-                best, to_beat, why = regime, tried, said
-                self._keep(model, found, tried)
-            else:
-                lost.append(regime)
-                if best == self.base:
-                    why = f"the plan took {said}"
-            if waiting:  # so other plans would keep something back too
-                self._forget_plan()
-                return self.base, f"the plan took {said}, but {without_room(waiting)}"
-            model = measurement.refit(model, found, e["took"], tried)
-        return best, why
+        # The model is not exact, so a plan that it predicts to be a little slower is tried, too.
+        entrants = self._entrants(model, int(_SLOWER * self._baseline_of(model)))
+        if not entrants:
+            return self.base, "no plan was predicted to be faster"
+        r.stage = "verifying"
+        self._say(
+            f"measuring {len(entrants)} plans of {', '.join(str(len(p['ends'])) for p in entrants)} groups, "
+            f"predicted {entrants[0]['time_ps'] * 1e-9:.1f} to "
+            f"{entrants[-1]['time_ps'] * 1e-9:.1f} ms a step",
+            stage=True,
+        )
+        found, took_ps = yield from self._contest(model, entrants)
+        regime, to_beat = self._regime(found), self._baseline_of(model)
+        if self._is_base(found):
+            r.baseline_ps = took_ps
+            return self.base, f"{self._called(self.base)} was the fastest of {len(r.competed)} plans"
+        self._say(
+            f"verifying plan {plan_hash(found)[:8]}: {len(found['ends'])} groups, {took_ps * 1e-9:.1f} ms a "
+            f"step, against {to_beat * 1e-9:.1f} ms"
+        )
+        e = yield from self._verify(found, took_ps / to_beat)
+        pairs, waiting = e["pairs"], e["waiting"]
+        won = bool(is_faster(pairs, WORTH)) and not waiting
+        tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
+        said = f"{gain(pairs):.3f} of the time of {self._called(self.base)} in {len(pairs)} pairs of windows"
+        r.baseline_ps = other
+        r.tried.append(
+            {
+                "groups": len(found["ends"]),
+                "predicted_ps": found["time_ps"],
+                "measured_ps": tried,
+                "against_ps": other,
+                "pairs": len(pairs),
+                "kept": won,
+            }
+        )
+        self._say(f"measured: {said}, {'kept' if won else 'not kept'}")
+        if won:
+            self._keep(model, found, tried)
+            return regime, said
+        why = f"the fastest of {len(r.competed)} plans took {said}"
+        return self.base, f"{why}, but {without_room(waiting)}" if waiting else why
 
-    def _choose(self, costs: dict[str, Any], limit: int, best: Regime) -> dict[str, Any] | None:
-        """A new plan of at most `limit` ps. If planning gives `best`, the best plan without dense."""
-        found = self.plan(costs)
-        if self._regime(found) == best and self.settings.auto:
-            lossy = {**costs, "methods": costs["methods"][1:]}
-            found = self.plan(lossy)
-            found["methods"] = [m + 1 for m in found["methods"]]
-        if found["time_ps"] > limit or self._regime(found) == best:
-            return None
-        return found
+    def _is_base(self, found: Plan) -> bool:
+        """Whether a plan of the named codec has a group for each bucket, which is what it has to beat."""
+        assert self.report.profile is not None
+        return not self.settings.auto and found["ends"] == self.report.profile.bucket_ends()
 
-    def _verify(
-        self,
-        model: measurement.Model,
-        found: dict[str, Any],
-        other: Regime,
-        expected: float,
-        most: int | None,
-    ) -> Generator[Order, Iteration, Entry]:
-        """Alternates between a plan and the best one before it. expected: the time of the plan over the
-        other's. most: how many pairs of windows; None: until they decide."""
-        e, regime, groups = self._next("pairs", plan_hash(found)), self._regime(found), len(found["ends"])
-        width = 3 * groups + 1
-
-        def note(it: Iteration) -> None:
-            assert self._p is not None
-            if it.observed is not None and not self._p.on_device and len(it.observed.groups) >= groups:
-                e["rows"].append(measurement.took(model, found, it.observed))
-
+    def _verify(self, found: Plan, expected: float) -> Generator[Order, Iteration, Entry]:
+        """Alternates between a plan and the baseline. expected: the time of the plan over the baseline's."""
+        e = self._next("pairs", plan_hash(found))
         if not e["done"]:
-            before = [it.interval for it in self._plain] if other == PLAIN else []
-            yield from self._turns(regime, other, e["pairs"], expected, note, WORTH, most, before)
-            rows = [row for row in e["rows"] if len(row) == width]
-            e["took"] = self._agree([int(median(c)) for c in zip(*rows, strict=True)]) if rows else []
-            e["waiting"] = self._waiting()
-            e["rows"], e["done"] = [], True
-        return {**e, "took": e["took"] if len(e["took"]) == width else []}
+            before = [it.interval for it in self._plain] if self.base == PLAIN else []
+            yield from self._turns(self._regime(found), self.base, e["pairs"], expected, WORTH, before)
+            e["waiting"], e["done"] = self._waiting(), True
+        return e
 
     def _waiting(self) -> int:
         """How many elements a rank keeps back, at most; 0 where it may keep some."""
@@ -177,20 +143,18 @@ class Search(Profiling):
         other: Regime,
         pairs: list[Pair],
         expected: float = 1.0,
-        note: Callable[[Iteration], None] | None = None,
         worth: float = 1.0,
-        most: int | None = None,
         before: Sequence[int] = (),
     ) -> Script:
-        """Adds pairs of windows of two regimes until they decide, or until there are `most`. A pair counts
-        only if both of its windows were measured one after the other: a pair that a checkpoint interrupted is
-        measured again. expected: the time of a step of the first regime over one of the second; the same on
-        all ranks. worth: as of `is_faster`. before: ns of steps of the second regime shortly before: its
-        first window, where the first regime is expected to be faster by far."""
+        """Adds pairs of windows of two regimes until they decide. A pair counts only if both of its windows
+        were measured one after the other: a pair that a checkpoint interrupted is measured again. expected:
+        the time of a step of the first regime over one of the second; the same on all ranks. worth: as of
+        `is_faster`. before: ns of steps of the second regime shortly before: its first window, where the
+        first regime is expected to be faster by far."""
         apart = max(expected, 1 / expected)
         sizes = next((pairs for times, pairs in _UNEVEN if apart > times), ())
         slow = expected > 1  # which of the two is expected to be slower: True is the first
-        while (most is None or len(pairs) < most) and is_faster(pairs, worth) is None:
+        while is_faster(pairs, worth) is None:
             uneven = sizes[len(pairs)] if len(pairs) < len(sizes) else ()
             size = {slow: uneven[1], not slow: uneven[0]} if uneven else dict.fromkeys((True, False), _WINDOW)
             windows = {False: list(before)} if uneven and not slow and not pairs and before else {}
@@ -201,8 +165,6 @@ class Search(Profiling):
                     it = yield from self._explore(Order(tried if which else other, hold=True))
                     if it.clean or (uneven and which == slow):  # beside its length a change costs nothing
                         times.append(it.interval)
-                    if it.clean and which and note is not None:
-                        note(it)
             both = self._agree_on_steps(windows[True] + windows[False])
             pairs.append([both[: size[True]], both[size[True] :]])
             if uneven and len(pairs) == len(sizes) and gain(pairs) ** (1 if slow else -1) < _CLEARLY:
@@ -228,7 +190,10 @@ class Search(Profiling):
         regime = self._grouped(names, ends, (0,))
         times = yield from self._timed("what was chosen", regime, iterations.STEPS)
         self.report.measured_ps = int(1000 * median(times))
-        return regime, f"MergeComp's search chose {len(ends)} groups after {tries} measurements"
+        model = measurement.model(self.report.profile, self.settings)
+        found = evaluate(model, {"ends": ends, "methods": [0] * len(ends)})
+        beside = yield from self._beside(model, found, self.report.measured_ps)
+        return regime, f"MergeComp's search chose {len(ends)} groups after {tries} measurements{beside}"
 
     def _baseline_of(self, costs: dict[str, Any]) -> int:
         """The time of the baseline: plain DDP's, measured; for a codec with a group per bucket, predicted."""
@@ -237,20 +202,6 @@ class Search(Profiling):
             return self.report.dense_ps
         ends = self.report.profile.bucket_ends()
         return int(evaluate(costs, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
-
-    def _regime(self, found: dict[str, Any]) -> Regime:
-        assert self.report.profile is not None
-        names = [t["name"] for t in self.report.profile.tensors]
-        known = measurement.candidates_of(self.report.profile, self.settings)
-        candidates = tuple(known[m] for m in found["methods"])
-        if all(candidate == DENSE for candidate in candidates):
-            return PLAIN
-        return self._grouped(names, found["ends"], candidates)
-
-    @staticmethod
-    def _grouped(names: list[str], ends: list[int], candidates: tuple[int, ...]) -> Regime:
-        candidates = candidates if len(candidates) == len(ends) else candidates * len(ends)
-        return Regime([names[a:b] for a, b in pairwise([0, *ends])], candidates)
 
     def _keep(self, instance: dict[str, Any], found: dict[str, Any], measured_ps: int) -> None:
         r = self.report
