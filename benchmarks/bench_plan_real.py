@@ -34,24 +34,40 @@ def plans(result: dict[str, Any]) -> list[str]:
     return [run["name"] for run in result["runs"][1:]]
 
 
+Half = tuple[int, ...]  # turns
+
+
+def halves(result: dict[str, Any]) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """ms a step of each hook in one half of the turns and in the other, in all ways to halve them."""
+    turns = range(result["blocks"])
+
+    def medians_of(half: Half) -> dict[str, float]:
+        out = {}
+        for run in result["runs"][1:]:
+            each = len(run["ms"]) // len(turns)
+            out[run["name"]] = statistics.median(
+                x for t in half for x in run["ms"][t * each : (t + 1) * each]
+            )
+        return out
+
+    one = [medians_of(half) for half in itertools.combinations(turns, len(turns) // 2)]
+    other = [medians_of(half) for half in itertools.combinations(turns, len(turns) - len(turns) // 2)][::-1]
+    return list(zip(one, other, strict=True))
+
+
 def fair_regret(result: dict[str, Any]) -> float:
     """How much longer ours takes than the best plan, chosen by one half of the turns and timed in the other;
     the mean over all ways to halve them. The least of many noisy times is too low; this is not."""
-    runs = {run["name"]: run["ms"] for run in result["runs"]}
-    turns = range(result["blocks"])
-    if len(turns) < 2:
+    if result["blocks"] < 2:
         return math.nan
+    return statistics.mean(b[OURS] / b[min(a, key=lambda name: a[name])] - 1 for a, b in halves(result))
 
-    def median(name: str, chosen: tuple[int, ...]) -> float:
-        each = len(runs[name]) // len(turns)
-        return statistics.median(x for t in chosen for x in runs[name][t * each : (t + 1) * each])
 
-    out = []
-    for half in itertools.combinations(turns, len(turns) // 2):
-        other = tuple(t for t in turns if t not in half)
-        best = min(plans(result), key=lambda name: median(name, half))
-        out.append(median(OURS, other) / median(best, other) - 1)
-    return statistics.mean(out)
+def noise(result: dict[str, Any]) -> float:
+    """By how much a hook differs from itself in the other half of the turns: the mean of all."""
+    if result["blocks"] < 2:
+        return math.nan
+    return statistics.mean(abs(math.log(a[name] / b[name])) for a, b in halves(result) for name in a)
 
 
 def overview(cells: list[Cell]) -> list[dict[str, Any]]:
@@ -67,6 +83,7 @@ def overview(cells: list[Cell]) -> list[dict[str, Any]]:
         row["best plan"] = best
         row["regret of ours"] = f"{took[OURS] / took[best] - 1:.1%}" if OURS in took else ""
         row["by halves"] = f"{fair_regret(cell['result']):+.1%}" if OURS in took else ""
+        row["noise"] = f"{noise(cell['result']):.1%}"
         row["speed / plain DDP"] = f"{took['dense'] / took[OURS]:.2f}" if {OURS, "dense"} <= set(took) else ""
         if (plan := search_of(cell)) is not None:
             row["search"] = f"{plan['finding_steps']} steps, {search_cost(plan, took[OURS]):.1%}"

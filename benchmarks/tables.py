@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.compact_json import RESULTS, dumps, markdown
@@ -29,6 +29,8 @@ Table = Callable[[], list[Row]]
 TABLES: dict[str, Table] = {"claims": claims.rows}
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "none": "not limited"}
 TASKS = {"lm": "GRU, 2.3 M", "mlp": "MLP, 6.4 M", "cnn": "CNN, 5.8 M"}
+TASKS |= {"resnet50": "small ResNet-50, 1.5 M", "transformer": "transformer, 3.3 M"}
+TASKS |= {f"{name}-paced": f"{TASKS[name]}, paced" for name in ("resnet50", "transformer")}
 TRAIN = "train-gpt"
 MODELS = {"lm": "GRU", "gpt": "transformer"}
 
@@ -114,13 +116,8 @@ def sweep(name: str, columns: dict[str, str], *rates: str) -> list[Row]:
     return [
         {"hosts": row["hosts"], "link": RATES[row["rate"]], "model": TASKS[row["task"]]}
         | {title: ms(row[key]) for key, title in columns.items()}
-        | (
-            {"times as fast as plain DDP": row["speed / plain DDP"], "search": row["search"]}
-            if not rates
-            else {}
-        )
         for row in rows
-        if row["rate"] in (rates or RATES)
+        if row["rate"] in rates
     ]
 
 
@@ -128,7 +125,52 @@ OTHERS = {"fp16": "torch's fp16 hook", "powersgd": "torch's PowerSGD hook", "def
 OTHERS |= {"even:4@0": "`State()`, four equal groups"}
 TABLES["slow-links"] = lambda: sweep("plan-real", OTHERS, "100mbit", "1gbit")
 TABLES["fast-links"] = lambda: sweep("plan-real", OTHERS, "10gbit", "none")
-TABLES["auto"] = lambda: sweep("plan-real-turns", {})
+SIMPLE = {"model": "one group", "even:2": "two equal", "even:4": "four equal", "bucket": "DDP's buckets"}
+
+
+@table
+def auto() -> list[Row]:
+    """Auto beside everything that could have been named instead, in turns."""
+    out = []
+    for row in record("plan-real-turned")["rows"]:
+        best = min(SIMPLE, key=lambda name: first(row[f"default:{name}"]))
+        cells = {"hosts": row["hosts"], "link": RATES[row["rate"]], "model": TASKS[row["task"]]}
+        named = {
+            "ceiling": "no communication",
+            "dense": "plain DDP",
+            **OTHERS,
+            "bf16-sum32": "bf16, summed in float32",
+        }
+        named = {key: title for key, title in named.items() if key in row}
+        cells |= {title: ms(row[key]) for key, title in named.items()}
+        cells["simple groups"] = f"{ms(row[f'default:{best}'])} ({SIMPLE[best]})"
+        cells |= {'`groups="pg"`': ms(row["default:pg"]), '`State("auto")`': ms(row["auto"])}
+        end = {"auto over the best": row["by halves"], "noise": row["noise"], "search": row["search"]}
+        out.append(cells | end)
+    return out
+
+
+@table
+def predicted() -> list[Row]:
+    """How far the planner's model is off, by kind of plan."""
+    errors: dict[str, list[float]] = {}
+    names = {f"default:{name}": title for name, title in SIMPLE.items()}
+    names |= {"default:pg": '`groups="pg"`', "auto": '`State("auto")`'}
+    for row in record("plan-real-turned-hooks")["rows"]:
+        if row["error"] and row["hook"] in names:
+            errors.setdefault(names[row["hook"]], []).append(abs(float(row["error"].rstrip("%"))))
+    errors["all"] = [error for each in errors.values() for error in each]
+    return [
+        {
+            "plan": name,
+            "cells": len(each),
+            "error, median": f"{median(each):.1f} %",
+            "within 5 %": f"{sum(e <= 5 for e in each)}",
+            "within 10 %": f"{sum(e <= 10 for e in each)}",
+            "largest": f"{max(each):.0f} %",
+        }
+        for name, each in errors.items()
+    ]
 
 
 @table

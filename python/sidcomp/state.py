@@ -335,7 +335,7 @@ class State(OptimizerFit):
         """Returns the same as numbers. Times are in ps; 0 means not known.
 
         stage, why, log             "settled" once the search is over; the reason; what was logged
-        tried                       every plan that was measured
+        competed, tried             plans that were measured in turns; the best of them, with plain DDP
         compared                    every later comparison with plain DDP: step, measured_ps (the plan),
                                     against_ps (plain DDP), pairs of windows, steps, kept (whether the plan
                                     was)

@@ -269,6 +269,35 @@ def test_a_plan_that_ran_teaches_what_the_probe_could_not_see(what: str) -> None
         assert last["chosen"] and last["measured_ps"] < 0.98 * first["measured_ps"]
 
 
+def of_a_paper(rank: int, world: int, groups: str) -> dict[str, Any]:
+    """What `groups` found, where each exchange costs two milliseconds more once it has been measured."""
+    real = probe.measure
+
+    def measure(*arguments: Any, **named: Any) -> probe.Measurement:
+        found = real(*arguments, **named)
+        clock.set_costs({"all_gather": (2e-3, 1e-9)})
+        return found
+
+    probe.measure = measure
+    costs: Costs = {"all_reduce": (1e-6, 2e-8), "all_gather": (1e-6, 4e-7), "encode": (1e-6, 4e-8)}
+    with Training(rank, "deep", costs, codec="topk", groups=groups, density=0.5) as t:
+        return t.until_it_settles()
+
+
+@pytest.mark.parametrize("groups", ["pg", "cupcake"])
+def test_a_papers_plan_is_shown_beside_simple_groups(groups: str) -> None:
+    for r in run(of_a_paper, 2, groups):
+        chosen, *simple = r["competed"]
+        assert chosen["chosen"] and len(r["groups"]) == chosen["groups"] > 2
+        assert [s["groups"] for s in simple] == [1, 2] and not any(s["chosen"] for s in simple)
+        least = min(simple, key=lambda s: s["measured_ps"])
+        assert least["measured_ps"] < 0.9 * chosen["measured_ps"]
+        assert f"groups took {least['measured_ps'] / chosen['measured_ps']:.2f} of its time" in (
+            r["why"].replace("one group took", "groups took")
+        )
+        assert r["explain"].count("measured") > 3 and "(chosen)" in r["explain"]
+
+
 def over_exchanges(rank: int, world: int, room: str) -> dict[str, Any]:
     how: dict[str, Any] = {"slow": {"all_reduce": 2e-7, "all_gather": 2e-5}, "candidates": ["topk"]}
     with Training(rank, **how) as t:
