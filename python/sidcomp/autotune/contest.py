@@ -84,9 +84,9 @@ class Contest(Profiling):
     def _beside(
         self, model: measurement.Model, found: Plan, took_ps: int
     ) -> Generator[Order, Iteration, str]:
-        """Measures the simplest groups beside a paper's; says which took less time, if one did."""
+        """Measures the simplest groups beside a paper's; says which took least, if less than that did."""
         self._note(found, took_ps, STEPS, True)
-        faster = ""
+        faster, least = "", took_ps
         for name, (algorithm, options) in SIMPLE.items():
             simple = plan(model, algorithm, None, method=0, **options)
             if simple["ends"] == found["ends"]:
@@ -94,7 +94,8 @@ class Contest(Profiling):
             e = yield from self._window(model, simple, _SECOND, name)
             ps = int(1000 * median(e["times"]))
             self._note(simple, ps, len(e["times"]), False)
-            if ps < took_ps:
+            if ps < least:
+                least = ps
                 faster = f"; {name} took {ps / took_ps:.2f} of its time"
         return faster
 
