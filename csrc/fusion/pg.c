@@ -21,8 +21,8 @@ static const sid_fuse_option options[] = {{"method", -1, -1, SID_FUSE_MAX_METHOD
                                           SID_ROBUST};
 const sid_planner sid_planner_pg = {
     .info = {"pg", "this project: docs/planning.md",
-             "Groups of one method: exact for affine costs, by fitted lines otherwise; never slower than the dense "
-             "optimum or the plan in use.",
+             "Groups of one method: exact for affine costs, by fitted lines otherwise; never slower than the plan in "
+             "use, nor than the dense optimum unless exchanges slow down the backward pass.",
              options, 4, 1},
     .layout = sid_robust_layout,
     .run = pg};

@@ -23,8 +23,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *d, size_t size) {
         const int64_t x = wild[draw(&from, 8)];
         if (where == 0) t.bytes[i % n] = x;
         if (where == 1) t.backward[i % n] = x;
-        if (where == 2) t.knots[i % 9][i % 3].ps = x;
-        if (where == 3) t.knots[i % 9][i % 3].bytes = x;
+        if (where == 2) t.knots[i % 12][i % 3].ps = x;
+        if (where == 3) t.knots[i % 12][i % 3].bytes = x;
         if (where == 4) t.in.max_group_bytes = x;
         if (where == 5) t.in.forward_ps = x;
     }
@@ -45,7 +45,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *d, size_t size) {
     MUST(time == model_time(&t.in, p.plan.groups, p.ends, p.methods));
     const int64_t best = brute(&t.in, ANY);
     MUST(p.plan.lower_bound_ps <= best && best <= time && p.plan.exact == (p.plan.lower_bound_ps == time));
-    if (labels || !strcmp(a->name, "pg")) MUST(time <= brute(&t.in, IN_PLACE));
+    /* Where exchanges slow down the backward pass, an end alone does not say when its group is ready: not promised. */
+    if ((labels || !strcmp(a->name, "pg")) && !t.in.slowdown_permille) MUST(time <= brute(&t.in, IN_PLACE));
     if (labels && !settings[0].value && !settings[1].value) MUST(p.plan.exact);
     return 0;
 }
