@@ -35,8 +35,7 @@ class Contest(Profiling):
     def _simple(self, model: measurement.Model) -> list[Plan]:
         """One group, two of equally many tensors, and DDP's buckets, with every method that compresses."""
         assert self.report.profile is not None
-        own = self.report.profile.bucket_ends()
-        ends = sorted({*own, *model["cut_before"]})
+        ends = self.report.profile.bucket_ends()  # each of one dtype and device
         found = []
         for m in range(1 if self.settings.auto else 0, len(model["methods"])):
             for algorithm, options in SIMPLE.values():

@@ -299,12 +299,12 @@ class Controller(Monitoring):
             return []
         costs = measurement.model(self.report.profile, self.settings, buckets=False)
         found = self.plan(costs)
-        self._script = self._rewrapped(costs, found)
+        self._script = self._rewrapped(found)
         self._order = next(self._script)
         sizes = [t["bytes"] for t in self.report.profile.tensors]
         return [sum(sizes[a:b]) for a, b in pairwise([0, *found["ends"]])]
 
-    def _rewrapped(self, costs: dict[str, Any], found: dict[str, Any]) -> Script:
+    def _rewrapped(self, found: dict[str, Any]) -> Script:
         regime, clean = self._regime(found), 0
         self._kept, self._watched = regime, Watch()
         while clean < 2:  # DDP forms its buckets once it has seen the order of the gradients
@@ -316,7 +316,7 @@ class Controller(Monitoring):
             if it.clean:
                 times.append(it.interval)
         before = self.report.measured_ps
-        self._keep(costs, found, int(1000 * median(self._agree_on_steps(times))))
+        self._keep(found, int(1000 * median(self._agree_on_steps(times))))
         share = self.report.measured_ps / before
         self._watched = self._fresh_watch()
         yield from self._settled(regime, f"with DDP's buckets as groups: {share:.2f} of the time before")

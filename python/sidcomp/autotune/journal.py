@@ -23,7 +23,6 @@ from sidcomp.runtime.plain_data import (
     number,
     positive,
     record,
-    table,
     text,
     whole,
     wrong,
@@ -171,7 +170,6 @@ _REPORT: dict[str, Check] = {
             {"ends": listing(count), "methods": listing(count), "time_ps": count, "timeline": listing(_ROW)}
         )
     ),
-    "instance": either(table(lambda value, where: None)),
 }
 _WATCH: dict[str, Check] = {
     **dict.fromkeys(("reference", "calm", "base", "strikes", "steps", "pause", "taken"), count),

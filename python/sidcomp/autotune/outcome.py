@@ -33,7 +33,6 @@ class Report:
     tried: list[dict[str, Any]] = field(default_factory=list)  # the best of them, with the baseline
     compared: list[dict[str, Any]] = field(default_factory=list)  # later, the plan with the baseline
     plan: dict[str, Any] | None = None
-    instance: dict[str, Any] | None = None
     profile: Profile | None = None
 
 

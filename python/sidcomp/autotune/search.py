@@ -1,6 +1,4 @@
-"""Searches for a plan: plans by the profile, checks on interleaved windows that the plan is faster, refits
-the cost model and plans again.
-"""
+"""Searches for a plan: measures, lets plans compete, and keeps the fastest if it beats the baseline."""
 
 from collections.abc import Generator, Sequence
 from statistics import median
@@ -66,7 +64,7 @@ class Search(Contest):
             found = self.plan(model)
             regime = self._regime(found)
             times = yield from self._timed(plan_hash(found), regime, iterations.STEPS)
-            self._keep(model, found, took := int(1000 * median(times)))
+            self._keep(found, took := int(1000 * median(times)))
             return regime, f"{self.algorithm} chose it" + (yield from self._beside(model, found, took))
         return (yield from self._compare(model))
 
@@ -111,7 +109,7 @@ class Search(Contest):
         )
         self._say(f"measured: {said}, {'kept' if won else 'not kept'}")
         if won:
-            self._keep(model, found, tried)
+            self._keep(found, tried)
             return regime, said
         why = f"the fastest of {len(r.competed)} plans took {said}"
         return self.base, f"{why}, but {without_room(waiting)}" if waiting else why
@@ -203,9 +201,9 @@ class Search(Contest):
         ends = self.report.profile.bucket_ends()
         return int(evaluate(costs, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
 
-    def _keep(self, instance: dict[str, Any], found: dict[str, Any], measured_ps: int) -> None:
+    def _keep(self, found: Plan, measured_ps: int) -> None:
         r = self.report
-        r.instance, r.plan, r.predicted_ps, r.measured_ps = instance, found, found["time_ps"], measured_ps
+        r.plan, r.predicted_ps, r.measured_ps = found, found["time_ps"], measured_ps
 
     def _forget_plan(self) -> None:
         r = self.report
