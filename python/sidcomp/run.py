@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp import fsdp, notices, rank_states
-from sidcomp.config.accuracy import EXACT, HUNDREDTH, OUTER, CodecSpec, adaptive
+from sidcomp.config.accuracy import EXACT, HUNDREDTH, HUNDREDTH_OF_SGD, OUTER, CodecSpec, adaptive
 from sidcomp.config.accuracy import check as check_accuracy
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.doors.ddp import register, rewrap
 from sidcomp.doors.fsdp.hsdp import Door as HSDPDoor
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.local.arguments import check_error_in_parameters
-from sidcomp.local.choice import CANDIDATES, Choosing
+from sidcomp.local.choice import CANDIDATES, WITH_SGD, Choosing
 from sidcomp.local.shards import is_sharded
 from sidcomp.local.steps import Updates
 from sidcomp.local.vectors import compare, group_of
@@ -117,7 +117,7 @@ def check(
     """Raises what `compress` would raise for these arguments and a DDP model, for programs that get the model
     later. asked: every, delay, outer and the like; parameters: of the codec."""
     updates, how, own = _sort(updates, asked, options, bare=False)
-    spec = _spec(codec, parameters, how.get("outer")) if updates and isinstance(codec, str) else None
+    spec = _spec(codec, parameters, how.get("outer"), True) if updates and isinstance(codec, str) else None
     codec, given = spec or (codec, parameters)
     if isinstance(codec, str):
         _trial(codec, own, given)
@@ -410,26 +410,28 @@ class UpdateRun(Run):
             check_accuracy(accuracy)
         if accuracy == "exact":
             chooses, codec = False, EXACT[0]
+        optimizers = [each[-1] for each in chains(optimizer)]
+        adam = any(map(adaptive, optimizers))
+        candidates = CANDIDATES if adam else WITH_SGD
         if chooses:  # what does not fit is an error now, not when it has chosen
-            trials = [_trial(name, arguments, own) for name, own in CANDIDATES]
+            trials = [_trial(name, arguments, own) for name, own in candidates]
             how.setdefault("error", _where(module, trials[0], how))
             for trial in trials if how["error"] == "parameters" else ():
                 check_error_in_parameters(trial, how.get("delay", 0), {})
             state = State("none", **_common(arguments))
         else:
-            spec = _spec(codec, parameters, outer) if isinstance(codec, str) else (codec, parameters)
+            spec = _spec(codec, parameters, outer, adam) if isinstance(codec, str) else (codec, parameters)
             state = _state(spec[0], arguments, dict(spec[1]), None)
             how.setdefault("error", _where(module, state, how))
         self.updates = Updates(module, optimizer, state, process_group=group, scaler=scaler, **how)
         if deadline is None:  # the exchanges in which it chooses would meet others
             choice = {"codec": "auto" if chooses else "named", "accuracy": accuracy}
             compare({}, module, group_of(state, group), choice, self.updates.shards.part)
-        links = chains(optimizer)
-        super().__init__(module, [each[-1] for each in links])
+        super().__init__(module, optimizers)
         self._choosing: Choosing | None = None
         longer = may_wait and accuracy in ("close", "any")
         if chooses and self.updates.world > 1:
-            self._choosing = self.updates.observer = Choosing(self.updates, arguments, longer)
+            self._choosing = self.updates.observer = Choosing(self.updates, candidates, arguments, longer)
         self._scaler = enabled(scaler)
         self._averaged = -1  # the number of steps at the last `average`
         self._closed = False
@@ -488,7 +490,7 @@ class UpdateRun(Run):
         chosen = saved["chosen"]
         if chosen is not None:
             pair = isinstance(chosen, list) and [type(x) for x in chosen] == [str, dict]
-            if not pair or tuple(chosen) not in CANDIDATES:
+            if not pair or tuple(chosen) not in (*CANDIDATES, *WITH_SGD):
                 raise CheckpointError(f'"chosen" is {chosen!r}, which is nothing that "auto" chooses')
         observer, own = self.updates.observer, self.updates.every
         if chosen is None:
@@ -565,12 +567,12 @@ def _common(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _spec(codec: str, parameters: dict[str, Any], outer: OuterOptimizer | None) -> CodecSpec:
-    """The codec that is meant, with its parameters."""
+def _spec(codec: str, parameters: dict[str, Any], outer: OuterOptimizer | None, adam: bool) -> CodecSpec:
+    """The codec that is meant, with its parameters. adam: an optimizer is Adam or a relative of it."""
     if codec != "auto":
         return codec, parameters
     if parameters:  # how much is sent has been chosen
-        return HUNDREDTH[0], {**HUNDREDTH[1], **parameters}
+        return HUNDREDTH[0], {**(HUNDREDTH if adam else HUNDREDTH_OF_SGD)[1], **parameters}
     return EXACT if outer is not None else OUTER  # DiLoCo, or what ranks send that may be late
 
 

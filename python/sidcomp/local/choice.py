@@ -19,7 +19,7 @@ from sidcomp.autotune import codec_benchmark
 from sidcomp.autotune.codec_benchmark import Coding, Gradients
 from sidcomp.autotune.collective_benchmark import Exchanges, Samples, wire_of
 from sidcomp.autotune.exchange_benchmark import MessageExchanges
-from sidcomp.config.accuracy import FORTIETH, HUNDREDTH, INT4, CodecSpec
+from sidcomp.config.accuracy import FORTIETH, HUNDREDTH, HUNDREDTH_OF_SGD, INT4, CodecSpec
 from sidcomp.config.schedule import last
 from sidcomp.config.settings import Settings
 from sidcomp.local.shards import Shards
@@ -27,13 +27,13 @@ from sidcomp.runtime.communicator import Exchange
 from sidcomp.state import State
 
 # The most bytes first: 1/8, 1/15, 1/40, 1/100 and 1/200 of float32's (experiments of adamw-lm and adamw-gpt).
+_FINE: tuple[CodecSpec, ...] = (INT4, ("int2", {}), FORTIETH)
 CANDIDATES: tuple[CodecSpec, ...] = (
-    INT4,
-    ("int2", {}),
-    FORTIETH,
+    *_FINE,
     HUNDREDTH,
     (HUNDREDTH[0], {**HUNDREDTH[1], "ratio": 200}),
 )
+WITH_SGD: tuple[CodecSpec, ...] = (*_FINE, HUNDREDTH_OF_SGD)
 SHARE = 0.05  # of a step, which an exchange may take
 _LONGEST = 16  # steps between two exchanges, as in the experiments with a thousandth of the bytes
 _STEPS = 5  # that are timed; the first one does not count
@@ -62,11 +62,18 @@ class Target(Protocol):
 
 class Choosing:
     """Watches the first steps, in which updates travel uncompressed, and then lets the run go on with the
-    codec that it chooses. arguments: of every State, beside codec and parameters. longer: whether it may
-    choose more steps between two exchanges, too."""
+    codec that it chooses. candidates: what it chooses from. arguments: of every State, beside codec and
+    parameters. longer: whether it may choose more steps between two exchanges, too."""
 
-    def __init__(self, target: Target, arguments: Mapping[str, Any], longer: bool) -> None:
+    def __init__(
+        self,
+        target: Target,
+        candidates: Sequence[CodecSpec],
+        arguments: Mapping[str, Any],
+        longer: bool,
+    ) -> None:
         self._target, self._arguments, self._longer = target, dict(arguments), longer
+        self.candidates = tuple(candidates)
         self._ended: float | None = None  # when the last step had ended
         self._steps: list[float] = []  # seconds without exchange
         self.spec: CodecSpec | None = None  # what was chosen
@@ -92,7 +99,7 @@ class Choosing:
         mine = median(self._steps[1:])
         told = exchange.tell_all(pack("d", mine), "choosing what updates send")
         step_s = max(unpack("d", one)[0] for one in told)
-        costs = measure(exchange, target.elements, step_s, every, self._arguments)
+        costs = measure(exchange, target.elements, step_s, every, self._arguments, self.candidates)
         if self._longer:
             every = -peers.smallest(-interval(costs, step_s))
         own = costs.index(choose(costs, step_s, every))
@@ -146,7 +153,7 @@ def measure(
     step_s: float,
     every: int,
     arguments: Mapping[str, Any],
-    candidates: Sequence[CodecSpec] = CANDIDATES,
+    candidates: Sequence[CodecSpec],
 ) -> list[Cost]:
     """Times the exchange of n elements with each candidate, the fewest bytes first. All ranks call it at the
     same point, and get the same costs.
