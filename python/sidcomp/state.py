@@ -88,8 +88,8 @@ class State(OptimizerFit):
                     no stages.
     exchange        [None] how payloads travel: a name in `sidcomp.exchanges()`, whose parameters are further
                     keyword arguments. None: the process group's all-reduce for linear codecs, its all-gather
-                    for the others or, from five ranks on, "twoshot" where that sends fewer than half the
-                    bytes and the memory keeps a residual; it encodes the mean a second time. "ring1" and
+                    for the others or "twoshot", where that sends fewer bytes (from three ranks on) and
+                    the memory keeps a residual; it encodes the mean a second time. "ring1" and
                     "torus1" (Marsit's), "twoshot" and "hierarchical" send point-to-point messages;
                     docs/exchanges.md says which pays when. "hierarchical" takes ranks_per_node: torchrun's
                     LOCAL_WORLD_SIZE by default, or a DeviceMesh whose last dimension is the node.

@@ -59,7 +59,10 @@ def follow(
     """Trains with the hook, and without DDP through the reference; both must agree after each step."""
     case = CASES[name] if isinstance(name, str) else name
     ours, slow = Trainer(case, rank, **ddp), Trainer(case, rank, ddp=False)
-    state = make_state(groups, ours.module, codec=codec, memory=memory, exclude=exclude, **settings)
+    gathered = {} if CODECS[codec].linear else {"exchange": "allgather"}  # which the reference does
+    state = make_state(
+        groups, ours.module, codec=codec, memory=memory, exclude=exclude, **gathered, **settings
+    )
     register(ours.wrapper, state)
     judge = Reference(codec, memory, settings, rank, world)
     parameters = dict(slow.named())

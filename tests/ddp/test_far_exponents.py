@@ -119,7 +119,7 @@ def test_where_every_step_has_no_room_what_waits_stays_small(dtype: str, world: 
 @pytest.mark.parametrize("world", [2, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", KIND)
 def test_nothing_is_lost_over_twoshot(dtype: str, world: int) -> None:
-    """The default from five ranks on. The mean travels in the same form, and waits likewise."""
+    """The default from three ranks on. The mean travels in the same form, and waits likewise."""
     results = run(trained, world, dtype, False, 0, "twoshot")
     mean = sum(x.double().numpy() for x in gradients(world, dtype)) / world
     for got, _, _ in results:

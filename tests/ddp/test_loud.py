@@ -130,9 +130,10 @@ def many(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_many_ranks_take_the_exchange_of_the_fewest_bytes() -> None:
+@pytest.mark.parametrize("world", [3, 6])
+def test_more_than_two_ranks_take_the_exchange_of_the_fewest_bytes(world: int) -> None:
     """And the ratio is that of the bytes on the wire, which an all-gather multiplies by the ranks."""
-    n, world = 64 * 256, 6
+    n = 64 * 256
     chosen, named, same = (
         run(many, world, {"codec": "int4", **more})[0]
         for more in ({}, {"exchange": "allgather"}, {"exchange": "twoshot"})
@@ -147,7 +148,7 @@ def test_many_ranks_take_the_exchange_of_the_fewest_bytes() -> None:
         assert stats["ratio"] == pytest.approx(2 * plain / stats["wire_bytes"], rel=1e-4)
     payload = named["stats"]["sent_bytes"] // 2
     assert named["stats"]["wire_bytes"] == 2 * (world - 1) * payload
-    assert 2 * chosen["stats"]["wire_bytes"] < named["stats"]["wire_bytes"]
+    assert world * chosen["stats"]["wire_bytes"] < 2.3 * named["stats"]["wire_bytes"]
     assert "encodes their mean a second time" in chosen["said"][0]
 
 
@@ -155,19 +156,19 @@ def test_many_ranks_take_the_exchange_of_the_fewest_bytes() -> None:
 def test_the_simulator_agrees_with_the_choice(codec: str) -> None:
     """It takes the bytes of each round from the core as well, but makes times of them."""
     n, settings = 1_000_000, sidcomp.State(codec).settings
-    for world in (2, 4, 5, 16, 64):
+    for world in (2, 3, 4, 16, 64):
         plan = settings.plan(n, "float32", 0, place=(0, world))
         rows = sidcomp.simulation.simulate(n, codec, worlds=[world], exchange=["allgather", "twoshot"])
         gathered, other = (rows.row(name, world).seconds for name in ("allgather", "twoshot"))
         if isinstance(plan, MessagePlan):
-            assert plan.choice.exchange.name == "twoshot" and other < 0.6 * gathered
+            assert plan.choice.exchange.name == "twoshot" and other < gathered
         else:
-            assert gathered < 2 * other, f"{world} ranks"
+            assert world == 2 and gathered < other
 
 
 def test_where_nothing_helps_the_first_line_says_so() -> None:
-    ours = run(many, 3, {"codec": "topk", "density": 0.5})[0]
-    assert "by all-gather over 3 ranks" in ours["said"][0] and "saves nothing" in ours["said"][0]
+    ours = run(many, 2, {"codec": "topk", "density": 1.0})[0]
+    assert "by all-gather over 2 ranks" in ours["said"][0] and "saves nothing" in ours["said"][0]
     assert ours["stats"]["ratio"] < 1
 
 
@@ -610,7 +611,7 @@ def test_the_profiler_shows_encode_exchange_and_decode() -> None:
 
 def test_planned_groups_are_measured_over_the_exchange_that_they_take() -> None:
     settings = sidcomp.State("int4", groups="auto").settings
-    for world, name in ((2, None), (4, None), (5, "twoshot"), (64, "twoshot")):
+    for world, name in ((2, None), (3, "twoshot"), (4, "twoshot"), (64, "twoshot")):
         choice = measurement.measurable(settings, 0, world).choice
         assert (choice.exchange.name if choice is not None else None) == name
     settings = sidcomp.State("int4", groups="auto", exchange="allgather").settings

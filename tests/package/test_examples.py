@@ -165,7 +165,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ids=str,
 )
 def test_bytes_on_the_wire(ranks: int, flags: list[str], tmp_path: Path) -> None:
-    """All-gathers, all-reduces in a ring and, from five ranks on, two-shot: the kernel counts what the
+    """All-gathers, all-reduces in a ring and, from three ranks on, two-shot: the kernel counts what the
     exchange states."""
     pytest.importorskip("sklearn")
     out = ["--out", tmp_path, "--threads", "1"]

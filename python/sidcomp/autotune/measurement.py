@@ -18,7 +18,7 @@ from sidcomp.config import schedule
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import DENSE, Piece, Regime
 from sidcomp.config.kinds import from_environment
-from sidcomp.config.settings import Settings
+from sidcomp.config.settings import FEWER, Settings
 from sidcomp.errors import ParameterError, SetupError
 from sidcomp.planner.fusion import evaluate
 from sidcomp.planner.profile import Profile, model_digest
@@ -34,7 +34,6 @@ logger = logging.getLogger("sidcomp")
 
 _PS = 1000  # picoseconds in a nanosecond
 _LARGE = 1 << 20  # elements of a group whose exchange is that of all large groups
-_FEWER = 0.9  # an exchange is considered if it sends at most this share of the bytes
 _MOST_STOLEN = 800  # the largest slowdown, per mille
 _SPANS = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}  # indices into a row of Observed.groups
 
@@ -330,7 +329,7 @@ def considered(p: Engine, settings: Settings) -> list[int]:
                 logger.info("%s is not considered: %s", candidate.label, e)
                 continue
             out = sum(t.leaving(local) for t in plans if isinstance(t, MessagePlan))
-            if out > _FEWER * (world - 1) * own:
+            if out > FEWER * (world - 1) * own:
                 continue
         candidates.append(i)
     return candidates

@@ -46,8 +46,8 @@ _SENT = """
 ## Bytes that a rank sends
 
 With n ranks plain DDP sends 2(n-1)/n of the gradient's bytes, an all-gather n-1 payloads, and two-shot
-2(n-1)/n payloads. From five ranks on sidcomp takes two-shot by itself, if it sends less than half of what the
-all-gather sends. On four ranks it sends half: name it, `Options(exchange="twoshot")`.
+2(n-1)/n payloads. From three ranks on sidcomp takes two-shot by itself, if codec and memory suit it
+([what it costs](exchanges.md#two-shot)). `Options(exchange="allgather")` keeps the all-gather.
 """
 
 _MEMORIES = """
