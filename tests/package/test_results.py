@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from statistics import mean
 
@@ -87,7 +88,7 @@ def test_the_codecs_that_may_be_chosen() -> None:
         for task, model in tables.MODELS.items()
         for ranks in (2, 4, 8)
     }
-    for (codec, _), figures, seeds in accuracy.ADAPTIVE:
+    for (codec, _), figures, seeds, _ in accuracy.ADAPTIVE:
         label = f"gradient, {labels.get(codec, codec)}"
         found = {run: tables.record(name)["found"] for run, name in names.items()}
         assert set(figures) == {run for run in names if label in found[run]}
@@ -97,6 +98,37 @@ def test_the_codecs_that_may_be_chosen() -> None:
         for run, figure in seeds.items():
             dense = found[run]["dense"]["loss"].values()
             assert figure == pytest.approx(100 * (max(dense) / min(dense) - 1), abs=0.051)
+
+
+def test_the_losses_of_updates() -> None:
+    """What `sidcomp estimate` says of them."""
+    table = tables.UPDATES
+    thousandth = {(1.0, r): row for r, row in table["a thousandth"].items() if r == 4}
+    thousandth |= {(0.5, 2): table["a thousandth"][2]}
+    thousandth |= {(0.5, 4): ("long", "local error, deadzone 0.5, every 16")}
+    rows = {
+        "int4": {2: ("", "local error, int4")},
+        "int2": {2: ("", "local error, int2")},
+        0.084: table['`preset("topk-fortieth")`'],
+        100: table["`ratio=100`"],
+        200: {2: ("", "local error, 1/200")},
+        **{bits: {r: row for (b, r), row in thousandth.items() if b == bits} for bits in (0.5, 1.0)},
+    }
+    assert len(rows) == len(accuracy.ADAPTIVE_UPDATES)
+    for (codec, own), figures, _, every in accuracy.ADAPTIVE_UPDATES:
+        files = rows[own.get("ratio", own.get("density", own.get("bits", codec)))]
+        found = {}
+        for model, (ranks, (ending, label)) in product(tables.MODELS, files.items()):
+            name = f"adamw-{model}-{ranks}" + (f"-{ending}" if ending else "")
+            if label in tables.record(name)["found"]:
+                found[tables.MODELS[model], ranks] = mean(tables.over(name, label))
+                words = tables.record(name)["found"][label]["flags"].split()
+                assert every == (int(words[words.index("--every") + 1]) if "--every" in words else 1)
+        assert found == pytest.approx(figures, abs=0.051), codec
+    lstm = {"log2": "local error, topk 3.6 %, 2 bits", "log4": "local error, topk 2.9 %, 4 bits"}
+    for (_, own), figures, _, _ in accuracy.PLAIN_UPDATES:
+        over = mean(tables.over("sgd-lstm-2", lstm[own["values"]]))
+        assert figures == {("LSTM", 2): pytest.approx(over, abs=0.051)}
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])

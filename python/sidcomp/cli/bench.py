@@ -57,7 +57,8 @@ def bench_command(
         Path | None, typer.Option(help="Draw time by size of the gradient into this file.")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Write a profile, for `sidcomp plan --profile` and State(profile=).")
+        Path | None,
+        typer.Option(help="Write a profile, for `estimate --link`, `plan --profile` and State(profile=)."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -4,6 +4,7 @@ import math
 import re
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,9 @@ from sidcomp.config.accuracy import CodecSpec
 from sidcomp.config.registry import codecs, exchanges, memories
 from sidcomp.config.settings import DEFAULT
 from sidcomp.errors import SetupError
+from sidcomp.planner.profile import Profile
+from sidcomp.standalone.assumed_profile import measured_link
+from sidcomp.standalone.simulation import Link
 
 # The shell completes words with these when the Tab key is pressed. Each gets the part typed so far.
 
@@ -141,3 +145,25 @@ def gbit_of(text: str) -> float:
     if match is None:
         raise ValueError(f"--link {text!r}: give a number and a unit, such as 10gbit or 100mbit")
     return float(match[1]) * {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}[match[2]]
+
+
+def link_of(text: str, latency_us: float | None = None, node_gbit: float = 400.0) -> tuple[Link, str]:
+    """A link, and where its figures are from: "10gbit"; "500mbit/110mbit", down and up; or a profile of
+    `sidcomp bench`. A rank sends as many bytes as it receives, so the slower direction counts. Raises
+    ValueError or ArgumentError."""
+    if text.endswith(".json"):
+        found = measured_link(Profile.load(text))
+        latency = found.latency_us if latency_us is None else latency_us
+        return replace(found, latency_us=latency, node_gbit=node_gbit), f"measured ({text})"
+    down, _, up = re.sub(r"/s\b", "", text.lower()).partition("/")
+    gbit = min(map(gbit_of, (down, up) if up else (down,)))
+    origin = "given" if not up else "given: the slower of the two directions"
+    return Link(gbit, 50.0 if latency_us is None else latency_us, 0.0, node_gbit), origin
+
+
+def percent(text: object) -> float:
+    """ "0.5" and "0.5 %" as a number; for the command line."""
+    try:
+        return float(str(text).rstrip().removesuffix("%"))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a percentage, such as 0.5") from None

@@ -1,4 +1,4 @@
-"""`sidcomp estimate`: would compression help, before a script is touched."""
+"""`sidcomp estimate`: would compression help, and how, before a script is touched."""
 
 import json
 import sys
@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sidcomp.cli.common import Codecs, Json, codecs_of, count, gbit_of
-from sidcomp.config.accuracy import CodecSpec
+from sidcomp.cli.common import Codecs, Json, codecs_of, count, link_of, percent
+from sidcomp.config.accuracy import CodecSpec, Loss
 from sidcomp.errors import SidcompError
 from sidcomp.planner.cost_curve import Spread
-from sidcomp.standalone.estimate import GPU, OPTIMIZERS, Estimate, Way, candidates, estimate
+from sidcomp.standalone.estimate import GPU, GRADIENTS, OPTIMIZERS, Estimate, Way, candidates, estimate
 from sidcomp.standalone.model_shapes import Model, read_model
-from sidcomp.standalone.simulation import DENSE, Link, Measured, measure_all
+from sidcomp.standalone.simulation import DENSE, Measured, measure_all
 
 
 class Optimizer(str, Enum):
@@ -40,12 +40,20 @@ def estimate_command(
         str,
         typer.Option(help="parameters.json, a Hugging Face config.json, torchvision:NAME or timm:NAME."),
     ],
-    link: Annotated[str, typer.Option(help="The network of a node, each way: 10gbit, 100mbit.")],
+    link: Annotated[
+        str,
+        typer.Option(
+            help="The network of a node: 10gbit; 500mbit/110mbit down and up; or a profile that `sidcomp "
+            "bench --save` has measured between the hosts."
+        ),
+    ],
     ranks: Annotated[int, typer.Option(parser=count, metavar="N", help="How many ranks train together.")],
     step_ms: Annotated[
         float, typer.Option(help="Milliseconds of a step of one rank alone, without communication.")
     ],
-    latency_us: Annotated[float, typer.Option(help="Of a round of messages.")] = 50.0,
+    latency_us: Annotated[
+        float | None, typer.Option(help="Of a round of messages (50, or what the profile shows).")
+    ] = None,
     ranks_per_node: Annotated[
         int, typer.Option(parser=count, metavar="N", help="Ranks that share a node's link.")
     ] = 1,
@@ -59,9 +67,19 @@ def estimate_command(
             "with two betas, SGD for the others. Without it: both.",
         ),
     ] = None,
+    loss_budget: Annotated[
+        float,
+        typer.Option(
+            parser=percent, metavar="PERCENT", help="By how much the loss may end above plain DDP's."
+        ),
+    ] = 1.0,
     every: Annotated[
         int,
-        typer.Option(parser=count, metavar="N", help="Steps between two exchanges of updates."),
+        typer.Option(
+            parser=count,
+            metavar="N",
+            help="Steps between two exchanges of updates: uncompressed, and by each --codec.",
+        ),
     ] = 30,
     device: Annotated[
         Device,
@@ -71,17 +89,19 @@ def estimate_command(
 ) -> None:
     """Predict whether compression would help, for a model and a network that need not be here."""
     try:
-        speed = Link(gbit_of(link), latency_us, 0.0, node_gbit)
+        speed, origin = link_of(link, latency_us, node_gbit)
         shapes, codecs = read_model(model), codecs_of(codec)
         compute = _compute(candidates(codecs), device)
         optimizers = list(OPTIMIZERS) if optimizer is None else [optimizer.value]
-        found = estimate(shapes, ranks, step_ms, speed, compute, codecs, ranks_per_node, optimizers, every)
+        found = estimate(
+            shapes, ranks, step_ms, speed, compute, codecs, ranks_per_node, optimizers, every, loss_budget,
+            codecs if codec else (),
+        )  # fmt: skip
     except (SidcompError, ValueError, OSError) as e:
         raise typer.BadParameter(str(e)) from None
-    notes = assumptions(shapes, found, compute, device)
+    notes = assumptions(shapes, found, compute, device, origin)
     if as_json:
-        gains = {name: auto.gains for name, auto in found.auto.items()}
-        plain = {**asdict(found), "gains": gains, "sentence": found.sentence, "assumed": notes}
+        plain = {**asdict(found), "sentence": found.sentence, "assumed": notes}
         print(json.dumps(plain, indent=1))
     else:
         show(model, found, notes)
@@ -93,8 +113,10 @@ def _compute(needed: dict[str, CodecSpec], device: Device) -> dict[str, Measured
     return measure_all(needed)
 
 
-def assumptions(model: Model, found: Estimate, compute: dict[str, Measured], device: Device) -> list[str]:
-    """Returns the assumptions of the prediction, a sentence each."""
+def assumptions(
+    model: Model, found: Estimate, compute: dict[str, Measured], device: Device, origin: str
+) -> list[str]:
+    """Returns the assumptions of the prediction, a sentence each. origin: of the link."""
     if device is Device.gpu:
         speed = (
             f"codecs on a GPU: encode {GPU.encode_ns:g} and decode {GPU.decode_ns:g} ns an element, and "
@@ -112,13 +134,14 @@ def assumptions(model: Model, found: Estimate, compute: dict[str, Measured], dev
         f"model: {model.about}",
         "gradients in float32; a third of the computation is forward, two thirds are backward",
         speed,
-        f"network: {found.link.gbit:g} Gbit/s and {found.link.latency_us:g} us a round, not shared with "
-        "others; exchanges take no computing time of their own",
-        'codecs: in the hook, over the buckets of DDP, 25 MB each; State("auto") plans its groups, and takes '
+        f"network: {found.link.gbit:.3g} Gbit/s and {found.link.latency_us:.3g} us a round, {origin}, not "
+        "shared with others; exchanges take no computing time of their own",
+        'gradients: in the hook, over the buckets of DDP, 25 MB each; "auto" plans its groups, and takes '
         "a codec only with an optimizer with which it was measured to keep the loss (docs/results.md)",
-        "local training: the exchange overlaps with nothing (delay=0), and what is computed "
-        "beside the codec is not counted; updates train otherwise than DDP's gradients",
-        "accuracy is not predicted",
+        "updates: the exchange overlaps with nothing (delay=0), and what is computed beside the codec is not "
+        "counted",
+        "loss: over plain DDP's, the worst of the models that were measured, on the nearest number of ranks "
+        "(docs/results.md); yours may differ. Nothing is said where none was measured",
     ]
 
 
@@ -132,18 +155,20 @@ def show(name: str, found: Estimate, notes: list[str]) -> None:
     line(f"{name}: {found.elements:,} parameters in {found.tensors} tensors; {found.ranks} ranks")
     line(f"without communication {found.ceiling_ms:.4g} ms a step, plain DDP {found.dense_ms:.4g} ms")
     table = Table(box=SIMPLE_HEAD)
-    left = ("codec", "exchange", "auto takes it")
-    for column in (*left[:2], "MB a rank sends", "ms a step", "speed-up", "spread", left[2]):
+    left = ("sends", "codec", "exchange")
+    losses = [f"loss, {name}" for name in found.choice]
+    for column in (*left, "every", "MB a rank sends", "ms a step", "speed-up", "spread", *losses):
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
-    plain = Way("plain DDP", DENSE, "allreduce", found.dense_bytes, found.dense_ms, 1.0, Spread(1.0, 1.0))
-    table.add_row(*_cells(plain))
-    every = [*found.ways, *(_named(name, auto.way) for name, auto in found.auto.items()), *found.local]
+    usual = Spread(1.0, 1.0)
+    plain = Way("plain DDP", GRADIENTS, DENSE, "allreduce", 1, found.dense_bytes, found.dense_ms, 1.0, usual)
+    table.add_row(*_cells(plain, found))
+    autos = [replace(auto.way, name=f"auto with {name}") for name, auto in found.auto.items()]
+    every = [*found.ways, *autos, *found.local]
     for way in every:
-        chosen = ", ".join(f"with {name}" for name in way.auto_with)
-        table.add_row(*_cells(way), (chosen or "no") if way in found.ways else "")
+        table.add_row(*_cells(way, found))
     console.print(table)
     for name, auto in found.auto.items():
-        line(f'State("auto") with {name} would send in {auto.groups} groups: {auto.way.name}')
+        line(f'"auto" with {name} would send in {auto.groups} groups: {auto.way.name}')
     for label, why in found.refused.items():
         line(f"left out: {label}: {why}")
     line("This is a model, not a measurement. It assumes:")
@@ -158,12 +183,17 @@ def show(name: str, found: Estimate, notes: list[str]) -> None:
     line(found.sentence)
 
 
-def _named(optimizer: str, way: Way) -> Way:
-    return replace(way, name=f'State("auto") with {optimizer}')
-
-
-def _cells(way: Way) -> tuple[str, ...]:
+def _cells(way: Way, found: Estimate) -> tuple[str, ...]:
     least, most = way.spread
     spread = f"{least:.2f} to {most:.2f}" if most > least else ""
-    sent = f"{way.bytes / 1e6:.2f}"
-    return escape(way.name), way.exchange, sent, f"{way.step_ms:.4g}", f"{way.speedup:.2f}", spread
+    times = (f"{way.bytes / 1e6:.2f}", f"{way.step_ms:.4g}", f"{way.speedup:.2f}", spread)
+    losses = (_loss(way.loss.get(name), found.ranks) for name in found.choice)
+    return way.sends, escape(way.name), way.exchange, str(way.every), *times, *losses
+
+
+def _loss(loss: Loss | None, ranks: int) -> str:
+    if loss is None:
+        return ""
+    if not loss.ranks:
+        return "rounding"
+    return f"{loss.percent:+.1f} %" + (f" ({loss.ranks} ranks)" if loss.ranks != ranks else "")

@@ -1,4 +1,4 @@
-"""Which codecs keep the loss with which kind of optimizer, as measured in DDP's hook (docs/results.md)."""
+"""What codecs cost in loss with which kind of optimizer, as measured (docs/results.md)."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,22 +11,38 @@ if TYPE_CHECKING:
 CodecSpec = tuple[str, Mapping[str, Any]]  # a codec and its parameters
 
 
-Run = tuple[str, int]  # a language model of the examples, "GRU" or "transformer", and the number of ranks
+Run = tuple[str, int]  # a language model of the examples, and the number of ranks
 Percents = Mapping[Run, float]
+
+
+class Loss(NamedTuple):
+    """percent: above that of uncompressed training; ranks: of the measurement."""
+
+    percent: float
+    ranks: int
 
 
 class Measured(NamedTuple):
     """A codec with its parameters. over: by how many percent the loss ends above that of uncompressed
     training with the same seeds; {}: not measured. seeds: by how many percent the worst seed of uncompressed
-    training is above the best one; a run that is missing has one seed."""
+    training is above the best one; a run that is missing has one seed. every: steps between two exchanges of
+    updates; 0: gradients."""
 
     spec: CodecSpec
     over: Percents
     seeds: Percents
+    every: int = 0
 
     @property
     def worst(self) -> float | None:
         return max(self.over.values(), default=None)
+
+    def near(self, ranks: int) -> "Loss | None":
+        """The worst loss of any model on the number of ranks that was measured and is nearest to this one."""
+        if not self.over:
+            return None
+        nearest = min((r for _, r in self.over), key=lambda r: (max(r / ranks, ranks / r), -r))
+        return Loss(max(percent for (_, r), percent in self.over.items() if r == nearest), nearest)
 
     @property
     def within(self) -> bool:
@@ -45,6 +61,7 @@ FP16: CodecSpec = ("fp16", {})
 # With which updates keep the loss: beside Adam 2 bits a value suffice, and more elements are worth more.
 # Beside SGD an LSTM lost 11 % so, and 0.2 % with 4 bits (benchmarks/results/sgd-lstm-2.json).
 HUNDREDTH: CodecSpec = ("topk", {"ratio": 100, "values": "log2", "indices": "packed"})
+TWO_HUNDREDTH: CodecSpec = ("topk", {**HUNDREDTH[1], "ratio": 200})
 HUNDREDTH_OF_SGD: CodecSpec = ("topk", {**HUNDREDTH[1], "values": "log4"})
 # What SparseLoCo sends (docs/updates.md).
 OUTER: CodecSpec = ("topk", {"density": 1 / 64, "values": "log4", "indices": "packed", "beta": 0.95})
@@ -97,8 +114,55 @@ ADAPTIVE = (
     Measured(FP16, {}, _ADAMW),
 )
 
+# Updates, with Adam clipped as docs/updates.md recommends, and with SGD.
+PLAIN_UPDATES = (
+    Measured(HUNDREDTH_OF_SGD, {("LSTM", 2): 0.2}, {("LSTM", 2): 1.1}, 1),
+    Measured(HUNDREDTH, {("LSTM", 2): 11.1}, {("LSTM", 2): 1.1}, 1),
+)
+ADAPTIVE_UPDATES = (
+    Measured(("deadzone", {"bits": 1.0}), {("GRU", 4): -0.5, ("transformer", 4): 1.2}, _ADAMW, 32),
+    Measured(
+        ("deadzone", {"bits": 0.5}), {("GRU", 2): 0.2, ("GRU", 4): 3.9, ("transformer", 2): 0.7}, _ADAMW, 16
+    ),
+    Measured(TWO_HUNDREDTH, {("GRU", 2): 0.0, ("transformer", 2): -0.3}, _ADAMW, 1),
+    Measured(
+        HUNDREDTH,
+        {
+            ("GRU", 2): -0.6,
+            ("GRU", 4): -0.5,
+            ("GRU", 8): -0.6,
+            ("transformer", 2): -0.7,
+            ("transformer", 4): -1.6,
+            ("transformer", 8): 1.3,
+        },
+        _ADAMW,
+        1,
+    ),
+    Measured(
+        FORTIETH,
+        {
+            ("GRU", 2): -0.7,
+            ("GRU", 4): -1.5,
+            ("GRU", 8): -1.7,
+            ("transformer", 2): -1.8,
+            ("transformer", 4): -1.8,
+            ("transformer", 8): 1.3,
+        },
+        _ADAMW,
+        1,
+    ),
+    Measured(("int2", {}), {("GRU", 2): -0.3, ("transformer", 2): -0.8}, _ADAMW, 1),
+    Measured(INT4, {("GRU", 2): -0.3, ("transformer", 2): -0.4}, _ADAMW, 1),
+)
+
 LEVELS = ("exact", "dense", "close", "any")
 _CLOSE = 1.0  # percent
+
+
+def measured(of_adaptive: bool, updates: bool) -> tuple[Measured, ...]:
+    if updates:
+        return ADAPTIVE_UPDATES if of_adaptive else PLAIN_UPDATES
+    return ADAPTIVE if of_adaptive else PLAIN
 
 
 def check(accuracy: object) -> None:
@@ -122,7 +186,7 @@ def allowed(accuracy: str, of_adaptive: bool) -> list[CodecSpec]:
         return [EXACT]
     return [
         m.spec
-        for m in (ADAPTIVE if of_adaptive else PLAIN)
+        for m in measured(of_adaptive, updates=False)
         if accuracy == "any" or m.within or (accuracy == "close" and m.close)
     ]
 

@@ -19,7 +19,7 @@ from sidcomp.autotune import codec_benchmark
 from sidcomp.autotune.codec_benchmark import Coding, Gradients
 from sidcomp.autotune.collective_benchmark import Exchanges, Samples, wire_of
 from sidcomp.autotune.exchange_benchmark import MessageExchanges
-from sidcomp.config.accuracy import FORTIETH, HUNDREDTH, HUNDREDTH_OF_SGD, INT4, CodecSpec
+from sidcomp.config.accuracy import FORTIETH, HUNDREDTH, HUNDREDTH_OF_SGD, INT4, TWO_HUNDREDTH, CodecSpec
 from sidcomp.config.schedule import last
 from sidcomp.config.settings import Settings
 from sidcomp.local.shards import Shards
@@ -28,11 +28,7 @@ from sidcomp.state import State
 
 # The most bytes first: 1/8, 1/15, 1/40, 1/100 and 1/200 of float32's (experiments of adamw-lm and adamw-gpt).
 _FINE: tuple[CodecSpec, ...] = (INT4, ("int2", {}), FORTIETH)
-CANDIDATES: tuple[CodecSpec, ...] = (
-    *_FINE,
-    HUNDREDTH,
-    (HUNDREDTH[0], {**HUNDREDTH[1], "ratio": 200}),
-)
+CANDIDATES: tuple[CodecSpec, ...] = (*_FINE, HUNDREDTH, TWO_HUNDREDTH)
 WITH_SGD: tuple[CodecSpec, ...] = (*_FINE, HUNDREDTH_OF_SGD)
 SHARE = 0.05  # of a step, which an exchange may take
 _LONGEST = 16  # steps between two exchanges, as in the experiments with a thousandth of the bytes

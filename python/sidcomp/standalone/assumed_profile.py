@@ -1,12 +1,15 @@
-"""A profile of costs that were measured and of a model that did not train: its times are assumed."""
+"""Profiles of `sidcomp bench`: costs that were measured, for a model that did not train, and the link that
+they show."""
 
 from itertools import accumulate
 from typing import Any
 
+from sidcomp.errors import ArgumentError
 from sidcomp.planner import fusion
 from sidcomp.planner.profile import Profile, model_digest
 from sidcomp.standalone.estimate import BUCKET, instance_of
 from sidcomp.standalone.model_shapes import Model
+from sidcomp.standalone.simulation import Link
 
 _MOST_STOLEN = 800  # per mille
 
@@ -47,3 +50,17 @@ def assumed_profile(model: Model, step_ms: float, world: int, found: dict[str, A
     header = {"version": Profile.version, "format": Profile.format}
     profile = Profile.of({**plain, **header})
     return Profile.of({**plain, **header, "dense_ps": profile.plain_ps()})
+
+
+def measured_link(profile: Profile) -> Link:
+    """The link that plain DDP's all-reduce shows, which is taken for a ring: 2 (W - 1) rounds, each of a W-th
+    of the bytes. Raises ArgumentError where larger exchanges took no longer."""
+    dense, world = profile.methods[0].exchange_curve, profile.world
+    (few, _), (most, _) = dense.knots[0], dense.knots[-1]
+    few = max(few, most // 16)
+    rounds = 2 * (world - 1)
+    slope = (dense.at(most) - dense.at(few)) / max(1, most - few)  # ps for a byte
+    if slope <= 0:
+        raise ArgumentError("the profile shows no link: its exchanges take no longer with more bytes")
+    gbit = rounds / world * 8e3 / slope
+    return Link(gbit, max(0.0, (dense.at(few) - slope * few) / rounds * 1e-6))

@@ -1,13 +1,16 @@
-"""Would compression help? Predicts the step of plain DDP and of each codec, for a model and a network that
-need not be here: the planner's model of an iteration, with the costs of `simulate`.
+"""Would compression help, and how? Predicts the step of plain DDP, of gradients and of updates by each codec,
+for a model and a network that need not be here: the planner's model of an iteration, with the costs of
+`simulate`. Of the ways whose measured loss is within a budget it chooses the fastest.
 """
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sidcomp import core as _core
-from sidcomp.config.accuracy import HUNDREDTH, OUTER, CodecSpec
+from sidcomp.config import accuracy
+from sidcomp.config.accuracy import OUTER, CodecSpec, Loss
 from sidcomp.config.schedule import last
 from sidcomp.config.settings import Candidate, Settings
 from sidcomp.errors import ArgumentError, SidcompError
@@ -27,6 +30,7 @@ _MOST_MS = 1e6
 _MOST_STEPS = 1_000_000
 _AUTO = "auto: "  # before the labels of what State("auto") chooses from
 _WORK_LIMIT = 2_000_000  # of the search for a plan: about a second
+GRADIENTS, UPDATES = "gradients", "updates"
 
 
 # The optimizers for which State("auto") chooses among other codecs: whether they are relatives of Adam.
@@ -35,18 +39,22 @@ OPTIMIZERS: Mapping[str, bool] = {"SGD": False, "Adam": True}
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train. bytes: what a rank sends in a step, on average. speedup: the step of plain DDP over
-    this one; spread: the same by the least and the most that the codecs were measured to take. auto_with: the
-    optimizers with which State("auto") may choose the codec."""
+    """One way to train. sends: GRADIENTS or UPDATES. every: steps between two exchanges. bytes: what a rank
+    sends in a step, on average. speedup: the step of plain DDP over this one; spread: the same by the least
+    and the most that the codecs were measured to take. loss: by optimizer, where it was measured. call: what
+    to write in a script."""
 
     name: str
+    sends: str
     codec: str
     exchange: str
+    every: int
     bytes: int
     step_ms: float
     speedup: float
     spread: Spread
-    auto_with: tuple[str, ...] = ()
+    call: str = ""
+    loss: Mapping[str, Loss] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,35 +84,33 @@ class Estimate:
     dense_bytes: int
     ways: tuple[Way, ...]  # codecs over DDP's buckets, in the order asked for
     auto: Mapping[str, Auto]  # by optimizer
-    local: tuple[Way, ...]  # without DDP: the ranks exchange updates, after each step or each `every` steps
+    local: tuple[Way, ...]  # without DDP: the ranks exchange updates
     refused: Mapping[str, str]  # codecs that are left out, and why
+    budget: float  # the percent by which the loss may end above plain DDP's
+    choice: Mapping[str, Way | None]  # by optimizer; None: plain DDP
 
     @property
     def sentence(self) -> str:
-        """Says in a sentence what State("auto") would gain."""
+        """Says in a sentence for each optimizer what to write, and what it gains."""
         where = f"At {self.link.gbit:g} Gbit/s with {self.ranks} ranks"
         if self.dense_ms - self.ceiling_ms < _LEAST * self.dense_ms:
             return f"{where} communication hides behind the backward pass: compression gains nothing."
-        said = {name: self._said(auto) for name, auto in self.auto.items()}
-        name, text = next(iter(said.items()))
-        if len(said) == 1:
-            return f"{where} {text} with {name}."
-        if len({*said.values()}) == 1:
-            return f"{where} {text}."
-        return f"{where}: {'; '.join(f'with {name}, {text}' for name, text in said.items())}."
+        said = {name: self._said(name, way) for name, way in self.choice.items()}
+        return f"{where}: {'; '.join(f'with {name} {text}' for name, text in said.items())}."
 
-    def _said(self, auto: Auto) -> str:
-        if not auto.gains:
-            exposed = self.dense_ms - self.ceiling_ms
+    def _said(self, optimizer: str, way: Way | None) -> str:
+        within = f"within {self.budget:g} % of plain DDP's loss"
+        if way is None:
             return (
-                f"plain DDP waits {exposed:.3g} ms a step for communication, but compression would cost as "
-                "much as it saves: it gains nothing"
+                f"nothing that was measured {within} is faster than plain DDP ({self.dense_ms:.4g} ms a step)"
             )
-        way = auto.way
         times = f"from {self.dense_ms:.4g} to {way.step_ms:.4g} ms ({way.speedup:.2g} times as fast)"
-        if way.codec == DENSE:
-            return f'State("auto") would find groups that alone take a step {times}'
-        return f'State("auto") would take a step {times}'
+        percent, ranks = way.loss[optimizer]
+        text = f"{way.call} would take a step {times}"
+        if not ranks:
+            return text
+        above = f"at most {percent:.1f} % above" if percent >= 0.05 else "no higher than"
+        return f"{text}; on {ranks} ranks its loss was {above} plain DDP's"
 
 
 def exchange_of(settings: Settings, index: int, n: int, world: int) -> str:
@@ -130,12 +136,17 @@ def estimate(
     ranks_per_node: int = 1,
     optimizers: Sequence[str] = tuple(OPTIMIZERS),
     every: int = 30,
+    budget: float = 1.0,
+    updates: Sequence[CodecSpec] = (),
 ) -> Estimate:
     """Predicts the step of plain DDP, of each of `codecs`, of State("auto") with each of `optimizers`, and of
-    updates: of a hundredth of the bytes in each step, and exchanged once in `every` steps.
+    updates: by each codec with which their loss was measured, and, once in `every` steps, uncompressed, as
+    SparseLoCo and by the codecs in `updates`. Chooses for each optimizer the fastest of those whose loss is
+    known to be within the budget.
 
     step_ms: the milliseconds that one rank computes in a step: forward, backward, optimizer.
     compute: what encode and decode take, by the `encoding` of `candidates`.
+    budget: percent of plain DDP's loss.
     Raises ArgumentError.
     """
     if not 2 <= ranks <= 4096:
@@ -144,16 +155,21 @@ def estimate(
         raise ArgumentError(f"step_ms={step_ms}: give the milliseconds of a step, up to {_MOST_MS:g}")
     if not 1 <= every <= _MOST_STEPS:
         raise ArgumentError(f"every={every}: give the steps between two exchanges, 1 to {_MOST_STEPS}")
+    if not 0 <= budget <= 100:
+        raise ArgumentError(f"budget={budget}: give the percent by which the loss may rise, 0 to 100")
     if not optimizers or not set(optimizers) <= OPTIMIZERS.keys():
         raise ArgumentError(f"optimizers={optimizers!r}: give some of {', '.join(OPTIMIZERS)}")
     size = max(1, min(model.elements, BUCKET // 4))
     sent = _sent(codecs, size, ranks)
-    local = _sent([HUNDREDTH, OUTER], size, ranks)
+    known = _updates(optimizers)
+    known += [(spec, every) for spec in updates if (_label(spec), every) not in _labels(known)]
+    local = _sent([*(spec for spec, _ in known), OUTER], size, ranks)
     auto = {name: _auto(OPTIMIZERS[name], ranks, ranks_per_node, size) for name in optimizers}
     ways = {label: way for some in (*auto.values(), local, sent) for label, way in some.items()}
-    costs = _Costs(model, step_ms, ranks, link, compute, ranks_per_node, ways)
-    chosen = {name: {candidate.encoding for candidate, _ in found.values()} for name, found in auto.items()}
-    return Estimate(
+    given = {_label(spec): spec for spec in (*(spec for spec, _ in known), OUTER, *codecs)}
+    costs = _Costs(model, step_ms, ranks, link, compute, ranks_per_node, ways, given)
+    spaced: list[tuple[str, int, dict[str, Loss]]] = [(DENSE, every, {}), (_label(OUTER), every, {})]
+    found = Estimate(
         model.elements,
         len(model.parameters),
         ranks,
@@ -163,28 +179,76 @@ def estimate(
         costs.dense_ms,
         costs.bytes_of[DENSE],
         tuple(
-            costs.hooked(label, tuple(name for name, found in chosen.items() if label in found))
+            costs.hooked(label, _losses(label, 0, optimizers, ranks))
             for label in sent
             if label in costs.bytes_of
         ),
-        {name: costs.planned(found) for name, found in auto.items()},
+        {name: costs.planned(among, name) for name, among in auto.items()},
         tuple(
-            costs.local(name, label, steps)
-            for name, label, steps in (
-                ("updates at 1/100", _label(HUNDREDTH), 1),
-                (f"updates, uncompressed, every {every}", DENSE, every),
-                (f"updates, SparseLoCo, every {every}", _label(OUTER), every),
+            costs.local(label, steps, losses)
+            for label, steps, losses in (
+                *((_label(spec), n, _losses(_label(spec), n, optimizers, ranks)) for spec, n in known),
+                *spaced,
             )
             if label in costs.bytes_of
         ),
         {label: why for label, why in costs.refused.items() if label in sent},
+        budget,
+        {},
     )
+    return replace(found, choice={name: _choose(found, name, budget) for name in optimizers})
+
+
+def _choose(found: Estimate, optimizer: str, budget: float) -> Way | None:
+    """The fastest way within the budget. Those whose loss was measured on fewer ranks than that of others
+    count only where nothing else fits. Of those that are as fast within what the model can be trusted for,
+    gradients go before updates, exchanges in every step before rarer ones, and more bytes before fewer."""
+    autos = [found.auto[optimizer].way]
+    fit: list[Way] = [
+        way
+        for way in (*found.ways, *autos, *found.local)
+        if optimizer in way.loss and way.loss[optimizer].percent <= budget
+    ]
+    most = max((way.loss[optimizer].ranks for way in fit), default=0)
+    fit = [way for way in fit if not 0 < way.loss[optimizer].ranks < min(found.ranks, most)]
+    fastest = min([found.dense_ms, *(way.step_ms for way in fit)])
+    if found.dense_ms * (1 - _LEAST) <= fastest:
+        return None
+    near = [way for way in fit if way.step_ms * (1 - _LEAST) <= fastest]
+
+    def simplest(way: Way) -> tuple[bool, int, int]:
+        return way.sends == UPDATES, way.every, -way.bytes
+
+    return min(near, key=simplest)
+
+
+def _updates(optimizers: Iterable[str]) -> list[tuple[CodecSpec, int]]:
+    """The codecs with which the loss of updates was measured, and the steps between two exchanges."""
+    known = [m for name in optimizers for m in accuracy.measured(OPTIMIZERS[name], updates=True)]
+    unlike = {(_label(m.spec), m.every): (m.spec, m.every) for m in known}
+    return sorted(unlike.values(), key=lambda one: one[1])
+
+
+def _labels(known: Iterable[tuple[CodecSpec, int]]) -> set[tuple[str, int]]:
+    return {(_label(spec), steps) for spec, steps in known}
+
+
+def _losses(label: str, every: int, optimizers: Iterable[str], ranks: int) -> dict[str, Loss]:
+    """What was measured of a codec, by optimizer. every: 0 of gradients. Rounding to 16 bits is far finer
+    than what was measured, and counts as no loss."""
+    found: dict[str, Loss] = {}
+    for name in optimizers:
+        for m in accuracy.measured(OPTIMIZERS[name], updates=every > 0):
+            if _label(m.spec) == label and m.every == every:
+                found[name] = m.near(ranks) or Loss(0.0, 0)
+    return found
 
 
 def candidates(codecs: Sequence[CodecSpec]) -> dict[str, CodecSpec]:
     """The codecs whose speed an estimate needs, by encoding: those given, those of State("auto") with any
     optimizer, and those of local training."""
-    found = [_parsed(spec).candidates[0] for spec in (*codecs, HUNDREDTH, OUTER)]
+    known = (spec for spec, _ in _updates(OPTIMIZERS))
+    found = [_parsed(spec).candidates[0] for spec in (*codecs, *known, OUTER)]
     for adaptive in OPTIMIZERS.values():
         found += Settings.parse("auto", {}, adaptive=adaptive).candidates
     return {c.encoding: (c.codec.name, last(c.parameters)) for c in found}
@@ -239,8 +303,10 @@ class _Costs:
         compute: Mapping[str, Measured],
         ranks_per_node: int,
         ways: _Sent,
+        given: Mapping[str, CodecSpec],
     ) -> None:
-        self.ways, self.step_ms = ways, step_ms
+        self.given = given  # by label, as they were named
+        self.ways, self.step_ms, self.ranks = ways, step_ms, ranks
         self.bytes_of: dict[str, int] = {}
         self.refused: dict[str, str] = {}
         levels: list[list[dict[str, Any]]] = [[], [], []]
@@ -271,20 +337,23 @@ class _Costs:
         self.instances = [instance_of(model, step_ms, costs) for costs in levels]
         self.dense_ms = _over_buckets(self.instances[0], DENSE)
 
-    def _way(self, name: str, label: str, took: Sequence[float], steps: int = 1) -> Way:
+    def _way(self, label: str, sends: str, took: Sequence[float], steps: int = 1) -> Way:
         """took: the milliseconds of a step by each level."""
         usual, *ends = (self.dense_ms / ms for ms in took)
         candidate, exchange = self.ways.get(label, (None, "allreduce"))
         codec = DENSE if candidate is None else candidate.codec.name
         spread = Spread(min(usual, *ends), max(usual, *ends))
-        return Way(name, codec, exchange, self.bytes_of[label] // steps, took[0], usual, spread)
+        codec_of, parameters = self.given.get(label, ("uncompressed", {}))
+        name = " ".join([codec_of, *(f"{k}={v}" for k, v in parameters.items())])
+        sent = self.bytes_of[label] // steps
+        return Way(name, sends, codec, exchange, steps, sent, took[0], usual, spread)
 
-    def hooked(self, label: str, auto_with: tuple[str, ...]) -> Way:
+    def hooked(self, label: str, loss: Mapping[str, Loss]) -> Way:
         """In DDP's hook, over DDP's buckets."""
         took = [_over_buckets(instance, label) for instance in self.instances]
-        return replace(self._way(label, label, took), auto_with=auto_with)
+        return replace(self._way(label, GRADIENTS, took), loss=loss, call=_call("ddp", self.given[label]))
 
-    def local(self, name: str, label: str, steps: int) -> Way:
+    def local(self, label: str, steps: int, loss: Mapping[str, Loss]) -> Way:
         """Without DDP: after so many steps the updates are exchanged, in buckets of the same size."""
         took = []
         for instance in self.instances:
@@ -292,9 +361,10 @@ class _Costs:
             step = instance["forward_ps"] + sum(t["backward_ps"] for t in instance["tensors"])
             last_step = _over_buckets({**instance, "forward_ps": step, "tensors": after}, label)
             took.append(((steps - 1) * self.step_ms + last_step) / steps)
-        return self._way(name, label, took, steps)
+        call = _call("module", self.given.get(label, ("none", {})), steps)
+        return replace(self._way(label, UPDATES, took, steps), loss=loss, call=call)
 
-    def planned(self, among: _Sent) -> Auto:
+    def planned(self, among: _Sent, optimizer: str) -> Auto:
         """Returns the fastest plan from plain DDP and some ways. Each way counts its bytes in proportion to
         the part of the gradient that it carries."""
         chosen = [_choosing(instance, {DENSE, *among}) for instance in self.instances]
@@ -313,12 +383,29 @@ class _Costs:
         if used and DENSE in carried:
             text += f", {100 * carried[DENSE] / total:.0f} % of the gradient uncompressed"
         way = replace(
-            self._way(text or "uncompressed", DENSE, took),
+            self._way(DENSE, GRADIENTS, took),
+            name=text or "uncompressed",
+            call="sidcomp.compress(ddp, optimizer)",
+            loss={optimizer: self._worst(used, optimizer)},
             bytes=sum(self.bytes_of[name] * part // total for name, part in carried.items()),
             exchange=", ".join(dict.fromkeys(self.ways[name][1] for name in used)) or "allreduce",
             codec=", ".join(dict.fromkeys(self.ways[name][0].codec.name for name in used)) or DENSE,
         )
         return Auto(way, len(plan["ends"]))
+
+    def _worst(self, used: Iterable[str], optimizer: str) -> Loss:
+        """The loss of the candidates of State("auto") that a plan uses."""
+        labels = [self.ways[name][0].encoding for name in used]
+        known = [_losses(label, 0, [optimizer], self.ranks).get(optimizer, Loss(0.0, 0)) for label in labels]
+        return max(known, default=Loss(0.0, 0))
+
+
+def _call(model: str, spec: CodecSpec, every: int = 1) -> str:
+    """What to write in a script."""
+    codec, parameters = spec
+    words = [f'"{codec}"', *(f"{k}={json.dumps(v)}" for k, v in parameters.items())]
+    words += [f"every={every}"] if every > 1 else []
+    return f"sidcomp.compress({model}, optimizer, {', '.join(words)})"
 
 
 def _over_buckets(instance: Mapping[str, Any], label: str) -> float:
