@@ -22,7 +22,7 @@ WITH_RANKS = ("ddp", "doors", "frameworks", "native", "runtime")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """SHARE=N: of the tests that differ in their parameters one in N. REST=N: of the rest one in N in the
-    folders whose tests start ranks, and those of cuda/, which build an emulation, in even turns only. TURN=T:
+    folders whose tests start ranks, and those of cuda/, which build an emulation, in every third turn. TURN=T:
     other ones for each T. Where tests are marked as many, every other one is slow."""
     for item in items:
         if item.get_closest_marker("many") and zlib.crc32(item.nodeid.encode()) % 2:
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def goes(item: pytest.Item) -> bool:
         folder = item.path.parent.name
-        if folder == "cuda" and rest > 1 and turn % 2:
+        if folder == "cuda" and rest > 1 and turn % 3:
             return True
         one_in = share if "[" in item.name else rest if folder in WITH_RANKS else 1
         # Half of the hash: its last bit says which of many are slow.
