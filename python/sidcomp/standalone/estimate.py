@@ -149,16 +149,7 @@ def estimate(
     budget: percent of plain DDP's loss.
     Raises ArgumentError.
     """
-    if not 2 <= ranks <= 4096:
-        raise ArgumentError(f"ranks={ranks}: 2 to 4096")
-    if not 0 < step_ms <= _MOST_MS:
-        raise ArgumentError(f"step_ms={step_ms}: give the milliseconds of a step, up to {_MOST_MS:g}")
-    if not 1 <= every <= _MOST_STEPS:
-        raise ArgumentError(f"every={every}: give the steps between two exchanges, 1 to {_MOST_STEPS}")
-    if not 0 <= budget <= 100:
-        raise ArgumentError(f"budget={budget}: give the percent by which the loss may rise, 0 to 100")
-    if not optimizers or not set(optimizers) <= OPTIMIZERS.keys():
-        raise ArgumentError(f"optimizers={optimizers!r}: give some of {', '.join(OPTIMIZERS)}")
+    _check(ranks, step_ms, optimizers, every, budget)
     size = max(1, min(model.elements, BUCKET // 4))
     sent = _sent(codecs, size, ranks)
     known = _updates(optimizers)
@@ -197,6 +188,19 @@ def estimate(
         {},
     )
     return replace(found, choice={name: _choose(found, name, budget) for name in optimizers})
+
+
+def _check(ranks: int, step_ms: float, optimizers: Sequence[str], every: int, budget: float) -> None:
+    if not 2 <= ranks <= 4096:
+        raise ArgumentError(f"ranks={ranks}: 2 to 4096")
+    if not 0 < step_ms <= _MOST_MS:
+        raise ArgumentError(f"step_ms={step_ms}: give the milliseconds of a step, up to {_MOST_MS:g}")
+    if not 1 <= every <= _MOST_STEPS:
+        raise ArgumentError(f"every={every}: give the steps between two exchanges, 1 to {_MOST_STEPS}")
+    if not 0 <= budget <= 100:
+        raise ArgumentError(f"budget={budget}: give the percent by which the loss may rise, 0 to 100")
+    if not optimizers or not set(optimizers) <= OPTIMIZERS.keys():
+        raise ArgumentError(f"optimizers={optimizers!r}: give some of {', '.join(OPTIMIZERS)}")
 
 
 def _choose(found: Estimate, optimizer: str, budget: float) -> Way | None:
