@@ -360,6 +360,12 @@ def test_updates_take_what_can_be_computed_by_hand(every: int) -> None:
         assert way.step_ms == pytest.approx(expected, rel=1e-3)
 
 
+def test_updates_pass_over_their_vectors_once_in_an_exchange() -> None:
+    passing = dict.fromkeys(ON_GPU, Measured.assumed(Compute(update_ns=5.0)))
+    for free, way in zip(predict(1, compute=FREE).local, predict(1, compute=passing).local, strict=True):
+        assert way.step_ms - free.step_ms == pytest.approx(5e-6 * SMALL.elements / way.every)
+
+
 def test_the_spread_of_what_was_measured_is_that_of_the_prediction() -> None:
     alike, apart = Measured.assumed(GPU), Measured(GPU, Compute(), Compute(20.0, 2.0))
     assert not any(way.spread.wide for way in predict(1).ways)

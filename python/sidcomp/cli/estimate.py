@@ -138,8 +138,8 @@ def assumptions(
         "shared with others; exchanges take no computing time of their own",
         'gradients: in the hook, over the buckets of DDP, 25 MB each; "auto" plans its groups, and takes '
         "a codec only with an optimizer with which it was measured to keep the loss (docs/results.md)",
-        "updates: the exchange overlaps with nothing (delay=0), and what is computed beside the codec is not "
-        "counted",
+        "updates: the exchange overlaps with nothing (delay=0); beside the codec it passes over whole "
+        "vectors, and the noise correction is not counted",
         "loss: over plain DDP's, the worst of the models that were measured, on the nearest number of ranks "
         "(docs/results.md); yours may differ. Nothing is said where none was measured",
     ]

@@ -56,8 +56,9 @@ class Link:
 @dataclass(frozen=True)
 class Compute:
     """Nanoseconds an element that a rank computes: to encode, to decode one payload, to merge signs once, and
-    to copy, add and check what the ranks of a node exchange uncompressed. And microseconds that a group's
-    encode and its decode take whatever its size: on a GPU, their launches."""
+    to copy, add and check what the ranks of a node exchange uncompressed. Microseconds that a group's encode
+    and its decode take whatever its size: on a GPU, their launches. And nanoseconds an element of what an
+    exchange of updates does beside the codec: it subtracts and copies whole vectors."""
 
     encode_ns: float = 0.0
     decode_ns: float = 0.0
@@ -65,6 +66,7 @@ class Compute:
     node_ns: float = 0.0
     encode_us: float = 0.0
     decode_us: float = 0.0
+    update_ns: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -337,6 +339,11 @@ class Measured:
         """Without a spread."""
         return cls(compute, compute, compute)
 
+    def with_passes(self, update_ns: float) -> "Measured":
+        """The same, and what updates take."""
+        usual, *ends = (replace(c, update_ns=update_ns) for c in (self.compute, self.least, self.most))
+        return Measured(usual, *ends)
+
 
 def measure(codec: str, n: int = 1 << 20, memory: str | None = None, **parameters: Setting) -> Compute:
     """Measures one codec on this machine: see `measure_all`."""
@@ -356,10 +363,30 @@ def measure_all(
     timed = {name: _Timed(codec, n, memory, own) for name, (codec, own) in codecs.items()}
     turns = [{name: one.turn() for name, one in timed.items()} for _ in range(_TURNS)]
     parts = list(combinations(turns, _TURNS // 2 + 1))
+    passes = _PASSES * _pass_ns()
     return {
-        name: one.measured([turn[name] for turn in turns], [[turn[name] for turn in some] for some in parts])
+        name: one.measured(
+            [turn[name] for turn in turns], [[turn[name] for turn in some] for some in parts]
+        ).with_passes(passes)
         for name, one in timed.items()
     }
+
+
+_PASSES = 6  # over vectors in an exchange of updates: what a rank did, what arrived, what it has not sent
+_LARGE = 1 << 22  # elements; three such vectors fit into few caches
+
+
+def _pass_ns() -> float:
+    """Nanoseconds an element that one thread takes to subtract a large vector from another."""
+    import numpy
+
+    a, b, out = (numpy.ones(_LARGE, numpy.float32) for _ in range(3))
+    times = []
+    for _ in range(_TURNS):
+        begin = perf_counter_ns()
+        numpy.subtract(a, b, out)
+        times.append(perf_counter_ns() - begin)
+    return low(times) / _LARGE
 
 
 _TURNS = 9
