@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -289,6 +290,32 @@ def adam_updates() -> list[Row]:
                 cells = {"setting": setting, "model": model, "ranks": ranks, "steps": steps}
                 cells["fewer bytes"] = f"{record(name)['found'][label]['ratio']:.0f}"
                 out.append(cells | {"loss": percent(each), "each seed": ", ".join(f"{x:+.1f}" for x in each)})
+    return out
+
+
+ENCODED_TWICE = {  # what travels: the ending of the file's name, and its row
+    "`int4`, gradients": ("", "gradient, int4"),
+    "`int2`, gradients": ("", "gradient, int2"),
+    "`topk` 1/40, gradients": ("", "gradient, default"),
+    "`topk` 1/40, updates": ("-clip", "local error, default"),
+}
+
+
+@table
+def encoded_twice() -> list[Row]:
+    """What two-shot costs on four ranks, beside an all-gather."""
+    out = []
+    for (sends, (ending, label)), (task, model) in product(ENCODED_TWICE.items(), MODELS.items()):
+        name = f"adamw-{task}-4{ending}"
+        rows = {"all-gather": f"{label}, all-gather", "two-shot": label}
+        cells = {"sends": sends, "model": model}
+        for exchange, row in rows.items():
+            cells[f"fewer bytes, {exchange}"] = f"{record(name)['found'][row]['ratio']:.1f}"
+        for exchange, row in rows.items():
+            each = over(name, row)
+            cells[f"loss, {exchange}"] = percent(each)
+            cells[f"each seed, {exchange}"] = ", ".join(f"{x:+.1f}" for x in each)
+        out.append(cells)
     return out
 
 

@@ -125,7 +125,7 @@ class State(OptimizerFit):
                     each model and number of ranks that was measured. "close": also those with at most 1 %
                     more loss on all of them; at present none. "any": all of them. None: "dense". The choice
                     depends on the optimizer given to `follow`: with Adam and AdamW the default codec is
-                    "int4", because a fortieth of the bytes raises the loss by up to 5.5 %
+                    "int4", because a fortieth of the bytes raises the loss by up to 6.3 %
                     (docs/results.md). If the model is trained with one and is not followed, a warning says
                     so once. Updates can be sent in fewer bytes: `sidcomp.compress` of a module without DDP.
     profile         [None] for planned groups: a Profile of an earlier run or the path of its file, in place

@@ -85,9 +85,9 @@ ADAPTIVE = (
         FORTIETH,
         {
             ("GRU", 2): 3.7,
-            ("GRU", 4): 5.5,
+            ("GRU", 4): 6.3,
             ("transformer", 2): -2.6,
-            ("transformer", 4): 0.0,
+            ("transformer", 4): 1.8,
             ("transformer", 8): 4.5,
         },
         _ADAMW,
@@ -96,7 +96,7 @@ ADAPTIVE = (
     Measured(("deadzone", {"bits": 2}), {("GRU", 2): 2.5, ("transformer", 2): -1.9}, _ADAMW),
     Measured(
         ("int2", {}),
-        {("GRU", 2): 0.9, ("GRU", 4): 1.1, ("transformer", 2): 0.3, ("transformer", 4): 4.3},
+        {("GRU", 2): 0.9, ("GRU", 4): 2.0, ("transformer", 2): 0.3, ("transformer", 4): 5.7},
         _ADAMW,
     ),
     Measured(
@@ -106,7 +106,7 @@ ADAPTIVE = (
             ("GRU", 4): 0.3,
             ("GRU", 8): 0.2,
             ("transformer", 2): -0.7,
-            ("transformer", 4): -2.1,
+            ("transformer", 4): -2.4,
             ("transformer", 8): -2.1,
         },
         _ADAMW,
@@ -142,10 +142,10 @@ ADAPTIVE_UPDATES = (
         FORTIETH,
         {
             ("GRU", 2): -0.7,
-            ("GRU", 4): -1.5,
+            ("GRU", 4): -1.1,
             ("GRU", 8): -1.7,
             ("transformer", 2): -1.8,
-            ("transformer", 4): -1.8,
+            ("transformer", 4): -2.2,
             ("transformer", 8): 1.3,
         },
         _ADAMW,
