@@ -22,8 +22,8 @@ WITH_RANKS = ("ddp", "doors", "frameworks", "native", "runtime")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """SHARE=N: of the tests that differ in their parameters one in N. REST=N: of the rest one in N in the
-    folders whose tests start ranks, and those of cuda/, which build an emulation, in every third turn. TURN=T:
-    other ones for each T. Where tests are marked as many, every other one is slow."""
+    folders whose tests start ranks, and those of cuda/, which build an emulation, in every third turn.
+    TURN=T: other ones for each T. Where tests are marked as many, every other one is slow."""
     for item in items:
         if item.get_closest_marker("many") and zlib.crc32(item.nodeid.encode()) % 2:
             item.add_marker(pytest.mark.slow)
