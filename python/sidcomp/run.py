@@ -412,9 +412,8 @@ class UpdateRun(Run):
             chooses, codec = False, EXACT[0]
         optimizers = [each[-1] for each in chains(optimizer)]
         adam = any(map(adaptive, optimizers))
-        candidates = CANDIDATES if adam else WITH_SGD
         if chooses:  # what does not fit is an error now, not when it has chosen
-            trials = [_trial(name, arguments, own) for name, own in candidates]
+            trials = [_trial(name, arguments, own) for name, own in (CANDIDATES if adam else WITH_SGD)]
             how.setdefault("error", _where(module, trials[0], how))
             for trial in trials if how["error"] == "parameters" else ():
                 check_error_in_parameters(trial, how.get("delay", 0), {})
@@ -431,7 +430,7 @@ class UpdateRun(Run):
         self._choosing: Choosing | None = None
         longer = may_wait and accuracy in ("close", "any")
         if chooses and self.updates.world > 1:
-            self._choosing = self.updates.observer = Choosing(self.updates, candidates, arguments, longer)
+            self._choosing = self.updates.observer = Choosing(self.updates, adam, arguments, longer)
         self._scaler = enabled(scaler)
         self._averaged = -1  # the number of steps at the last `average`
         self._closed = False

@@ -567,6 +567,20 @@ def test_auto_waits_longer_only_where_loss_may_be_lost(tmp_path: Path, accuracy:
         assert ("is chosen; an exchange takes" in page) and ("every 7 steps" in page) is (every == 7), page
 
 
+def test_the_report_has_the_time_and_the_measured_loss_of_every_candidate() -> None:
+    for adam, ours, theirs in (
+        (True, "-0.5 % of loss on 4 ranks", "int4 1 ms, 1 % of a step, -0.3 % of loss on 2 ranks"),
+        (False, "+0.2 % of loss on 2 ranks", "int4 1 ms, 1 % of a step"),
+    ):
+        specs = choice.CANDIDATES if adam else choice.WITH_SGD
+        costs = [choice.Cost(spec, 1e-3 * (i + 1), 9) for i, spec in enumerate(specs)]
+        text = choice.explained(costs[3], costs, 0.1, 1, adam, 4)
+        chosen, others = text.split(". Instead: ")
+        assert f"takes 4 ms, 4 % of a step, {ours} (100 ms a step" in chosen
+        assert theirs in others.split("; ") and len(others.split("; ")) == len(specs) - 1
+        assert "of loss" not in choice.explained(costs[3], costs, 0.1, 7, adam, 4), "not measured"
+
+
 @pytest.mark.parametrize(("cost", "steps"), [(0.001, 1), (0.05, 1), (0.051, 2), (0.3, 6), (9.0, 16)])
 def test_the_interval_makes_the_fastest_exchange_a_twentieth(cost: float, steps: int) -> None:
     slow = choice.Cost(choice.CANDIDATES[0], 2 * cost, 9)

@@ -19,6 +19,7 @@ from sidcomp.autotune import codec_benchmark
 from sidcomp.autotune.codec_benchmark import Coding, Gradients
 from sidcomp.autotune.collective_benchmark import Exchanges, Samples, wire_of
 from sidcomp.autotune.exchange_benchmark import MessageExchanges
+from sidcomp.config import accuracy
 from sidcomp.config.accuracy import FORTIETH, HUNDREDTH, HUNDREDTH_OF_SGD, INT4, TWO_HUNDREDTH, CodecSpec
 from sidcomp.config.schedule import last
 from sidcomp.config.settings import Settings
@@ -58,18 +59,12 @@ class Target(Protocol):
 
 class Choosing:
     """Watches the first steps, in which updates travel uncompressed, and then lets the run go on with the
-    codec that it chooses. candidates: what it chooses from. arguments: of every State, beside codec and
-    parameters. longer: whether it may choose more steps between two exchanges, too."""
+    codec that it chooses. adam: an optimizer is Adam or a relative of it. arguments: of every State, beside
+    codec and parameters. longer: whether it may choose more steps between two exchanges, too."""
 
-    def __init__(
-        self,
-        target: Target,
-        candidates: Sequence[CodecSpec],
-        arguments: Mapping[str, Any],
-        longer: bool,
-    ) -> None:
+    def __init__(self, target: Target, adam: bool, arguments: Mapping[str, Any], longer: bool) -> None:
         self._target, self._arguments, self._longer = target, dict(arguments), longer
-        self.candidates = tuple(candidates)
+        self._adam, self.candidates = adam, CANDIDATES if adam else WITH_SGD
         self._ended: float | None = None  # when the last step had ended
         self._steps: list[float] = []  # seconds without exchange
         self.spec: CodecSpec | None = None  # what was chosen
@@ -102,7 +97,7 @@ class Choosing:
         best = costs[-peers.smallest(-own)]  # the fewest bytes that some shard needs
         target.wait(every)
         self.take(best.spec)
-        self.why = explained(best, costs, step_s, every)
+        self.why = explained(best, costs, step_s, every, self._adam, exchange.world)
         notices.say(f"updates: {self.why}", target.state.engine.speaker)
 
     def waits(self, every: object) -> bool:
@@ -195,15 +190,18 @@ def _too_slow(costs: Sequence[Cost], span_s: float) -> bool:
     return known[-1] - min(known) > _MOST * SHARE * span_s
 
 
-def explained(best: Cost, costs: Sequence[Cost], step_s: float, every: int) -> str:
-    """Says what was chosen and why, and what the others would cost."""
+def explained(best: Cost, costs: Sequence[Cost], step_s: float, every: int, adam: bool, ranks: int) -> str:
+    """Says what was chosen and why, and what the others would cost, in loss by what was measured."""
 
     def share(cost: Cost) -> str:
         assert cost.seconds is not None
-        return f"{1e3 * cost.seconds:.3g} ms, {100 * cost.seconds / (step_s * every):.2g} % of {_span(every)}"
+        took = f"{1e3 * cost.seconds:.3g} ms, {100 * cost.seconds / (step_s * every):.2g} % of {_span(every)}"
+        known = (m for m in accuracy.measured(adam, updates=True) if (m.spec, m.every) == (cost.spec, every))
+        losses = [loss for m in known if (loss := m.near(ranks)) is not None]
+        return took + "".join(f", {x.percent:+.1f} % of loss on {x.ranks} ranks" for x in losses)
 
     text = f"{best.label}{'' if every == 1 else f' every {every} steps'} is chosen; an exchange takes "
-    text += f"{share(best)} ({1e3 * step_s:.3g} ms a step)"
+    text += f"{share(best)} ({1e3 * step_s:.3g} ms a step; losses: docs/results.md)"
     others = [f"{c.label} {share(c)}" for c in costs if c.seconds is not None and c is not best]
     if others:
         text += f". Instead: {'; '.join(others)}"
