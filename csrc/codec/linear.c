@@ -52,8 +52,11 @@ static void write_body(const sid_plan *p, const float *acc, float s, void *body,
     }
 }
 
+/* Of how many ranks the body becomes a part of the sum. */
+static float together(const sid_pass *w) { return w->plan->alone ? 1.0f : (float)w->step->world; }
+
 static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
-    write_body(w->plan, acc, 1.0f / (float)w->step->world, w->payload + SID_HEADER_BYTES, offset, len);
+    write_body(w->plan, acc, 1.0f / together(w), w->payload + SID_HEADER_BYTES, offset, len);
 }
 
 static sid_outcome finish(sid_pass *w) {
@@ -63,8 +66,8 @@ static sid_outcome finish(sid_pass *w) {
     memset(w->payload + used, 0, p->sizes.payload - used);
     h->count = p->n;
     h->flags = 0;
-    h->scale = 1.0f / (float)w->step->world;
-    w->state->rule = (sid_rule){.scale = h->scale, .inverse = (float)w->step->world};
+    h->scale = 1.0f / together(w);
+    w->state->rule = (sid_rule){.scale = h->scale, .inverse = together(w)};
     w->stats.found = p->n;
     w->stats.threshold = h->scale;
     return SID_DONE;

@@ -61,6 +61,7 @@ struct sid_plan {
     const sid_shape *shapes; /* while the plan is made; then n_shapes sid_matrix follow the plan */
     uint32_t n_shapes;
     uint32_t drops; /* 1: the codec drops a part of acc that it neither sends nor keeps */
+    uint32_t alone; /* 1: no body is summed on the way; a linear one is not divided, and its checksum covers it */
 };
 /* The place of a tensor in its group, and its share of a shaped codec's body. */
 typedef struct sid_matrix {

@@ -44,10 +44,13 @@ static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_e
     if (s) return s;
     const sid_codec *codec = x->plan->codec;
     const sid_memory *memory = x->plan->memory;
-    if (codec->info.traits & SID_LINEAR)
+    /* A body that has every element may travel by itself: it is rounded once more, but summed in float32. Others are
+     * parts of one sum over the ranks, such as factors of a matrix. */
+    const sid_sizes *sizes = &x->plan->sizes;
+    if (codec->info.traits & SID_LINEAR && (sizes->body_count != x->plan->n || sizes->reductions > 1))
         return sid_refuse(
             err, config,
-            "the codec's payloads can be summed by all-reduce: take exchange 'allreduce', or leave it out");
+            "the codec's payloads can be summed by all-reduce only: take exchange 'allreduce', or leave it out");
     if (memory->received)
         return sid_refuse(err, config,
                           "the memory needs the ranks' merged signs, which two-shot does not show it: take exchange "
@@ -56,6 +59,7 @@ static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_e
     const int keeps = (memory->info.traits | codec->info.traits) & SID_FEEDBACK;
     s = sid_slice_plans(x, config, keeps ? "residual" : "none", SID_F32, x->server, err);
     if (s) return s;
+    for (uint32_t i = 0; i < SID_MAX_PLANS; i++) x->plan[i].alone = x->server[i].alone = 1;
     const sid_sizes *own = &x->plan->sizes, *server = &x->server->sizes;
     const uint64_t w = x->world;
     x->confirms = 1;

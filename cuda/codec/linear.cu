@@ -59,11 +59,11 @@ struct linear {
 
 sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
-    const float scale = 1.0f / (float)c.step.world;
+    const float scale = 1.0f / (float)sid_linear_ranks(c);
     const bool lossless = p->codec->info.traits & SID_LOSSLESS;
     const linear codec = {c.payload + SID_HEADER_BYTES, scale, p->sizes.body_dtype,
                           p->sizes.body_dtype != SID_F32 && !lossless,
-                          c.settles ? sid_linear_ending() : sid_linear_ending_of(c, p->n, sid_linear_rule(c.step), 1)};
+                          c.settles ? sid_linear_ending() : sid_linear_ending_of(c, p->n, sid_linear_rule(c), 1)};
     const uint64_t chunks = p->n ? sid_chunks(p->n) : 1;
     const sid_vectors vectors = sid_vectors_of(c);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);

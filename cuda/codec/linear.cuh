@@ -28,10 +28,13 @@ struct sid_linear_ending {
     uint32_t passes;
 };
 
-inline sid_rule sid_linear_rule(const sid_step &step) {
+/* Of how many ranks the body becomes a part of the sum. */
+inline uint32_t sid_linear_ranks(const sid_cuda_encoding &c) { return c.plan->alone ? 1 : c.step.world; }
+
+inline sid_rule sid_linear_rule(const sid_cuda_encoding &c) {
     sid_rule rule = {};
-    rule.scale = 1.0f / (float)step.world;
-    rule.inverse = (float)step.world;
+    rule.inverse = (float)sid_linear_ranks(c);
+    rule.scale = 1.0f / rule.inverse;
     return rule;
 }
 
@@ -57,7 +60,7 @@ inline sid_linear_ending sid_linear_ending_of(const sid_cuda_encoding &c, uint64
     return {c.scratch,
             sid_head_of(p, c.step),
             count,
-            1.0f / (float)c.step.world,
+            1.0f / (float)sid_linear_ranks(c),
             rule,
             c.payload,
             SID_HEADER_BYTES + sid_width(p->sizes.body_dtype) * p->sizes.body_count,
@@ -88,7 +91,7 @@ inline uint64_t sid_cover_blocks(const sid_stream &to, uint64_t bytes) {
 /* The end of an encode, all reductions included. */
 inline sid_status sid_linear_cover(const sid_cuda_encoding &c) {
     const uint64_t bytes = c.plan->sizes.payload;
-    if (c.step.world != 1) return SID_OK;
+    if (sid_linear_ranks(c) != 1) return SID_OK;
     return sid_launch(c.to, "cover", sid_cover_kernel, sid_cover_blocks(c.to, bytes), SID_BLOCK, 0,
                       (const sid_scratch *)c.scratch, c.payload, bytes);
 }

@@ -809,7 +809,7 @@ sid_status second(sid_cuda_encoding &c, const extent &e, power x) {
                                   : sid_launch(c.to, "strips", sid_power_strip_kernel<false, S>, grid, SID_BLOCK, 0,
                                                c.group, c.scratch, acc, x);
     });
-    return s ? s : sum_parts<true>(c, e, x, sid_linear_rule(c.step));
+    return s ? s : sum_parts<true>(c, e, x, sid_linear_rule(c));
 }
 
 sid_status encode(sid_cuda_encoding &c) {
@@ -837,7 +837,7 @@ sid_status encode(sid_cuda_encoding &c) {
     const bool more = p->sizes.reductions > 1, one_rank = c.step.world == 1;
     if (e.q) s = sum_parts<false>(c, e, x, {});
     /* The rule comes with the last reduction: before it the ranks may still find that nothing is sent. */
-    if (!s) s = sid_linear_seal(c, p->k, more ? sid_rule() : sid_linear_rule(c.step), more && one_rank ? 2 : 1);
+    if (!s) s = sid_linear_seal(c, p->k, more ? sid_rule() : sid_linear_rule(c), more && one_rank ? 2 : 1);
     if (!s && more && one_rank) s = second(c, e, x);
     return s ? s : sid_linear_cover(c);
 }

@@ -240,6 +240,9 @@ SLICED: list[tuple[str, str, dict[str, Any]]] = [  # what two-shot takes: codec,
     ("int4", "momentum", {}),
     ("sidco-p", "residual", {**DENSE, "values": "log4"}),
     ("deadzone", "residual", {"bits": 1.5}),
+    ("bf16", "residual", {}),
+    ("fp16", "dgc", {}),
+    ("none", "none", {}),
 ]
 MEETING = ("topk", "dgc", "redsync", "gaussiank", "sidco-e", "sidco-p", "deadzone")  # in their last launch
 SLICES = (9001, 3, 1999, 257, 700)
@@ -252,6 +255,7 @@ WHOLE = [  # slices that are all whole, or all but the last: encodes in the laun
     for i, (codec, world, n, memory, settings) in enumerate(
         [
             ("int8", 4, 4 * 1344, "residual", {}),
+            ("bf16", 3, 3 * 1344, "residual", {}),
             ("int4", 5, 9001, "momentum", {}),
             ("int2", 3, 3 * 2048, "residual", {}),
             ("ternary", 6, 7001, "residual", {}),

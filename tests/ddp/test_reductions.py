@@ -55,6 +55,7 @@ ALL = {
     "torus1": TORUS,
     "twoshot": TWOSHOT,
     "twoshot-int8": BYTES,
+    "twoshot-bf16": {"codec": "bf16", "exchange": "twoshot"},
     "hierarchical": NODES,
     "hierarchical-twoshot": {**NODES, "within": "twoshot"},
     "hierarchical-fp16": {**NODES, "codec": "fp16", "density": None},
@@ -849,7 +850,7 @@ def refusals(rank: int, world: int) -> list[str]:
     texts = []
     for kind, arguments in [
         (sidcomp.UnsupportedError, {"codec": "topk", "exchange": "ring1"}),
-        (sidcomp.UnsupportedError, {"codec": "fp16", "exchange": "twoshot"}),
+        (sidcomp.UnsupportedError, {"codec": "randk", "exchange": "twoshot"}),
         (sidcomp.UnsupportedError, {"codec": "topk", "exchange": "allreduce"}),
         (sidcomp.UnsupportedError, {"codec": "powersgd", "exchange": "twoshot"}),
         (sidcomp.ParameterError, {"codec": "topk", "exchange": "ringworld"}),
