@@ -780,7 +780,8 @@ def conserved(rank: int, world: int) -> float:
         total += x
     state = group().programs[0].state
     assert steps_of() == [steps - 2]
-    kept = next(iter(state.state_dict()["residuals"].values())).sum(0)
+    own, *for_all = next(iter(state.state_dict()["residuals"].values()))
+    kept = own + world * sum(for_all)  # what two-shot keeps for all ranks is a part of the mean itself
     whole = mine * steps * 1.0
     dist.all_reduce(kept)
     dist.all_reduce(whole)
