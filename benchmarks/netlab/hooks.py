@@ -114,8 +114,8 @@ class Hook(NamedTuple):
         settings: dict[str, Any] = {} if self.kind == "auto" else {"groups": self.groups}
         if self.exchange is not None:
             settings["exchange"] = self.exchange
-        elif self.kind in ("default", *(c.name for c in sidcomp.codecs() if not c.linear)):
-            settings["exchange"] = "allgather"  # State's own default depends on the number of ranks
+        elif self.kind in (c.name for c in sidcomp.codecs() if not c.linear):
+            settings["exchange"] = "allgather"  # as in the papers, whatever the number of ranks
         if any(p.name == "density" for p in _parameters(self.kind)):
             settings["density"] = DENSITY
         settings |= dict(self.arguments)
