@@ -471,9 +471,9 @@ class UpdateRun(Run):
         self.updates.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self.state.state_dict(), **self._own()}
+        return {"state": self.state.state_dict(), **self._updates_state()}
 
-    def _own(self) -> dict[str, Any]:
+    def _updates_state(self) -> dict[str, Any]:
         spec = self._choosing.spec if self._choosing is not None else None
         chosen = [spec[0], dict(spec[1])] if spec is not None else None
         return {"updates": self.updates.state_dict(), "chosen": chosen}
@@ -510,7 +510,7 @@ class UpdateRun(Run):
     def _beside(self) -> dict[str, Any]:
         scaler = self._scaler.state_dict() if self._scaler is not None else None
         return {
-            **self._own(),
+            **self._updates_state(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "scaler": scaler,  # each rank skips its own steps
             "buffers": {name: x.detach().clone() for name, x in self.module.named_buffers()},

@@ -127,7 +127,7 @@ class Controller(Monitoring):
         self._order = Order(replace(regime, flush=behind))
         self._kept, self._replaying = regime, False
         self.report.stage, self.report.why = SETTLED, why
-        text = f"{self._what} plans no longer, because {why}: it continues with {self._called(regime)}"
+        text = f"{self._asked_by} plans no longer, because {why}: it continues with {self._called(regime)}"
         self._say(text)
         if regime == PLAIN:
             text += ", uncompressed. A codec that you name compresses such a model"
@@ -235,13 +235,13 @@ class Controller(Monitoring):
         if len({row["given"] for row in rows}) > 1:
             self.given = None
             notices.warn(
-                f"{self._what}: the ranks were given different profiles, or some of them none: measuring "
+                f"{self._asked_by}: the ranks were given different profiles, or some of them none: measuring "
                 "instead; give all ranks the same file",
                 p.exchange.rank,
             )
         if not any(row["loaded"] for row in rows):
             notices.say(
-                f"{self._what} measures during the first steps, whose gradients are sent uncompressed; a "
+                f"{self._asked_by} measures during the first steps, whose gradients are sent uncompressed; a "
                 "further line will say what it has decided",
                 p.speaker,
             )

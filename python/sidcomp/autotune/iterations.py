@@ -110,14 +110,14 @@ class Iterations:
         show(text)
         if stage and not _on_terminal() and self._lines < _LINES:
             self._lines += 1
-            notices.say(f"{self._what}, step {self._p.step}: {text}")
+            notices.say(f"{self._asked_by}, step {self._p.step}: {text}")
 
     def _warn(self, text: str) -> None:
         self.report.log.append(text)
         notices.log(text, 0 if self._first() else 1)
 
     @property
-    def _what(self) -> str:
+    def _asked_by(self) -> str:
         """Returns the argument of the State that asks for a plan."""
         return 'State("auto")' if self.settings.auto else f"groups={self.settings.groups!r}"
 

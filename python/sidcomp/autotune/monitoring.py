@@ -42,7 +42,7 @@ class Monitoring(Search):
             self.report.stage, self.report.why = WARMING, why
             self._say(f"continues with {self._called(regime)}: {why}")
             notices.say(
-                f"{self._what} has decided after {self.report.steps} steps of search: "
+                f"{self._asked_by} has decided after {self.report.steps} steps of search: "
                 f"{self._called(regime)} ({why})",
                 0 if self._first() else 1,
             )

@@ -154,7 +154,8 @@ class _Turn:
         self.product: list[int] = []
         if gradients.values.device.type == "cpu":
             self.overlapped = {
-                key: Overlapped(one, _few(one), task.beside_ns) for key, one in self.isolated.items()
+                key: Overlapped(one, _sampled_sizes(one), task.beside_ns)
+                for key, one in self.isolated.items()
             }
             self.product = self.overlapped[task.dense].product.timed(_PRODUCTS)
             rounds.run(list(self.overlapped.values()), until(1.0))
@@ -270,7 +271,7 @@ def _contended(isolated: _Points, overlapped: _Points, level: Level) -> _Points:
     return overlapped + [(x, [later + ns for ns in one]) for x, one in before.items() if x > last]
 
 
-def _few(series: Series) -> list[int]:
+def _sampled_sizes(series: Series) -> list[int]:
     """The smallest size, and every third one counted from the largest."""
     sizes = [nbytes for nbytes, _ in series.points]
     return sorted({sizes[0], *sizes[::-3]})

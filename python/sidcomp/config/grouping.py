@@ -151,12 +151,12 @@ def form_groups(
     own = own or {}
     if isinstance(regime.rule, list):
         listed = _listed(pieces, regime, dense, own)
-        return listed + rest(listed, pieces, regime, dense, own)
+        return listed + form_unlisted(listed, pieces, regime, dense, own)
     candidate = regime.candidates[0]
     return _runs(pieces, regime.rule, candidate, dense, {} if candidate == DENSE else own)
 
 
-def rest(
+def form_unlisted(
     specs: Sequence[Spec],
     pieces: Sequence[Piece],
     regime: Regime,

@@ -54,12 +54,12 @@ class Entries:
         return self._run if isinstance(self._run, State) else self._run.state
 
     @property
-    def _others(self) -> bool:
+    def _saved_by_another_world(self) -> bool:
         return self._saved_by is not None and self._saved_by != self._world
 
     def state_dict(self) -> dict[str, bytes]:
         """Returns this rank's entry or, to be loaded at another number of ranks, the names of all of them."""
-        if self._others:
+        if self._saved_by_another_world:
             assert self._saved_by is not None
             return {self._name(r): b"" for r in range(self._saved_by)}
         if isinstance(self._run, State):
@@ -77,7 +77,7 @@ class Entries:
         """Loads what dcp.load has read. Every rank calls it at the same point."""
         found: list[dict[str, Any]] = []
         problem = ""
-        names = range(self._saved_by or 0) if self._others else [self._rank]
+        names = range(self._saved_by or 0) if self._saved_by_another_world else [self._rank]
         try:
             found = [self._read(entries, self._name(r)) for r in names]
         except CheckpointError as e:

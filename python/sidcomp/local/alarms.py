@@ -97,9 +97,9 @@ class Loaded:
         if self._before is None:
             self._before = _digest(self._parameters())
 
-    def others(self) -> bool:
-        """Whether the parameters are other ones than before the last load, if there was one since `others` or
-        `forget` was called."""
+    def replaced(self) -> bool:
+        """Whether the parameters are other ones than before the last load, if there was one since this method
+        or `forget` was called."""
         before, self._before = self._before, None
         return before is not None and _digest(self._parameters()) != before
 

@@ -229,7 +229,7 @@ class Updates:
         if self.state.engine.closed:
             return
         self._shown.refuse("the optimizer would step")
-        if self._loaded.others():
+        if self._loaded.replaced():
             self.restart()
         if self.trained.more():
             grow(self)
@@ -437,7 +437,7 @@ class Updates:
         if self._shown:
             yield self.module
             return
-        if self._loaded.others():
+        if self._loaded.replaced():
             self.restart()
         self._shown.show()
         try:
@@ -459,7 +459,7 @@ class Updates:
         open_engine(self.state)
         self.trained.check()
         self._shown.refuse("average() was called")
-        if self._loaded.others():
+        if self._loaded.replaced():
             self.restart()
         self.land()
         if self.meetings is not None or not errors.alone(self.state.settings):

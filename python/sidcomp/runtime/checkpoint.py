@@ -60,7 +60,7 @@ def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
             how = (g.message_plan.choice.local, g.message_plan.common) if g.in_messages else (1, False)
             for p, part in zip(g.spec.pieces, parts, strict=True):
                 rate = rates.rate(p.name) if rates is not None else None
-                kept[p.name] = _at_rate(g, Kept(part.clone(), *how, rate), g.stage.left)
+                kept[p.name] = _at_rate(g, Kept(part.clone(), *how, rate), g.stage.unapplied)
     return kept
 
 

@@ -9,7 +9,7 @@ import torch
 
 from sidcomp import core as _core
 from sidcomp.config.exchange_choice import MessagePlan
-from sidcomp.config.grouping import Piece, Regime, form_groups, rest, shorten
+from sidcomp.config.grouping import Piece, Regime, form_groups, form_unlisted, shorten
 from sidcomp.config.settings import Settings
 from sidcomp.errors import RankError, UnsupportedError
 from sidcomp.runtime import checkpoint
@@ -151,7 +151,7 @@ def make_layout(
     if kept_groups:
         kept = checkpoint.specs(kept_groups, pieces, len(settings.candidates) + len(settings.made))
         specs = [part for spec in kept for part in spec.split()]
-        specs += rest(specs, pieces, regime, dense, own)
+        specs += form_unlisted(specs, pieces, regime, dense, own)
     else:
         specs = form_groups(pieces, regime, dense, own)
     plans = [

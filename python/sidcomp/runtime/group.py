@@ -108,16 +108,16 @@ class Stage:
     def begin(self, factor: float) -> None:
         """Begins a step, for which the residual is multiplied by `factor`. A group that a step does not send
         is multiplied when it is sent again."""
-        self.carry = self.left * factor
+        self.carry = self.unapplied * factor
         self.sent = self.undone = self.launched = False
 
     @property
-    def left(self) -> float:
+    def unapplied(self) -> float:
         """Returns the factor that is still to be applied to the residual."""
         return 1.0 if self.launched else self.carry
 
     def mark(self) -> None:
-        self.marked = self.left
+        self.marked = self.unapplied
 
     def go_back(self) -> None:
         """Undoes the steps since `mark`."""

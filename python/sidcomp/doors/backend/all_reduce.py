@@ -60,7 +60,7 @@ class ProcessGroup(Wrapper):
         )
 
     def __repr__(self) -> str:
-        return f"sidcomp.ProcessGroup({self._name}, over {self.inner_config}, {self._what()})"
+        return f"sidcomp.ProcessGroup({self._name}, over {self.inner_config}, {self._status()})"
 
     # ---- all-reduce
     # ------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class ProcessGroup(Wrapper):
     # ---- what it says
     # ------------------------------------------------------------------------------------------------
 
-    def _what(self) -> str:
+    def _status(self) -> str:
         states = [p.state for p in self.programs if p.state is not None]
         return repr(states[0]) if states else "compresses nothing yet"
 

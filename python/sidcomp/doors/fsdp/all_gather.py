@@ -95,7 +95,7 @@ class AllGather:
         coded, exact = self._runs[True], self._runs[False]
         plan, state, work = self._plan(input_tensor.dtype)
         size = plan.payload_bytes
-        each = self._each(size, width)
+        each = self._bytes_sent(size, width)
         sent, received = self._buffer(1, each), self._buffer(world, each)
         start = address(input_tensor, "the shards to gather", input_tensor.dtype, self._n)
         try:
@@ -130,7 +130,7 @@ class AllGather:
         coded, exact = self._runs[True], self._runs[False]
         plan = self._plan(output_tensor.dtype)[0]
         size = plan.payload_bytes
-        each = self._each(size, width)
+        each = self._bytes_sent(size, width)
         payloads = address(received, "what the all-gather received", torch.uint8, world * each)
         start = address(output_tensor, "the gathered parameters", output_tensor.dtype, world * n)
         out = output_tensor.view(torch.uint8)
@@ -164,7 +164,7 @@ class AllGather:
             self._plans[dtype] = plan, Block(plan.state_bytes, cpu), Block(plan.work_bytes, cpu)
         return self._plans[dtype]
 
-    def _each(self, payload_bytes: int, width: int) -> int:
+    def _bytes_sent(self, payload_bytes: int, width: int) -> int:
         """The bytes that a rank sends: the payload, and what is not encoded. width: bytes of an element."""
         return payload_bytes + -(-sum(m for _, m in self._runs[False]) * width // 64) * 64
 
