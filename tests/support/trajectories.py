@@ -73,7 +73,8 @@ def _cases() -> dict[str, Case]:
             add(Case("parameters", INT4, {**how, "delay": every}, optimizer=kind))
         add(Case("parameters", {**TOPK, "exchange": "twoshot"}, {"every": every}, world=4))
     add(Case("parameters", {**TOPK, "groups": "layer", "full_every": 2}, {"every": 2}))
-    add(Case("parameters", {**TOPK, "nonfinite": "rollback", "groups": "model"}, {"every": 2}, world=4))
+    gathered = {"exchange": "allgather", "nonfinite": "rollback", "groups": "model"}
+    add(Case("parameters", {**TOPK, **gathered}, {"every": 2}, world=4))
     add(Case("parameters", TOPK, {"every": 2}, optimizer="two"))
     for codec in (NONE, INT4, TOPK):
         for every, delay in ((1, 0), (1, 1), (4, 0), (4, 2), (4, 4)):
