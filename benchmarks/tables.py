@@ -151,6 +151,29 @@ def auto() -> list[Row]:
     return out
 
 
+ESTIMATED = {
+    "DDP": "plain DDP",
+    "DDP, default topk": 'gradients, `preset("topk-fortieth")`',
+    "DDP, int4": "gradients, `int4`",
+    "updates, int4": "updates, `int4`",
+    "updates, 1/100": "updates, `ratio=100`",
+    "LocalError, deadzone, two-shot": "updates, `deadzone` of 1 bit, two-shot",
+}
+
+
+@table
+def estimated() -> list[Row]:
+    """What `sidcomp estimate` predicts, and what was measured."""
+    out: dict[tuple[str, str], Row] = {}
+    for row in record("estimate")["rows"]:
+        cells = out.setdefault(
+            (row["way"], row["every"]), {"sends": ESTIMATED[row["way"]], "every": row["every"]}
+        )
+        head = f"{row['hosts']} hosts, {row['link']}"
+        cells[head] = f"{float(row['predicted']):.0f} / {float(row['measured']):.0f} ({row['error']})"
+    return list(out.values())
+
+
 @table
 def predicted() -> list[Row]:
     """How far the planner's model is off, by kind of plan."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import sidcomp
 import torch
 import torch.distributed as dist
-from sidcomp.config.accuracy import OUTER
+from sidcomp.config.accuracy import HUNDREDTH, OUTER
 from sidcomp.doors.ddp import register
 from sidcomp.local.steps import Updates
 from torch.nn.parallel import DistributedDataParallel
@@ -91,6 +91,8 @@ WAYS = {
     "Outer, deadline": Way("Outer", None, {"deadline": 60.0}),
     "Outer, preset sparseloco": Way("Outer", lambda: sidcomp.preset("sparseloco")),
     "LocalError": Way("LocalError", every=1),
+    "updates, 1/100": Way("LocalError", lambda: sidcomp.State(HUNDREDTH[0], **HUNDREDTH[1])),
+    "updates, int4": Way("LocalError", lambda: sidcomp.State("int4")),
     "LocalError, deadzone": Way("LocalError", deadzone),
     "LocalError, deadzone, two-shot": Way("LocalError", twoshot),
     "LocalError, deadzone, delay": Way("LocalError", deadzone, {"delay": 1}),
@@ -217,36 +219,51 @@ def learn(spec: dict[str, Any], rank: int, world: int) -> dict[str, float]:
     return {"loss": loss, "ratio": ratio, "seconds": took}
 
 
+def warm(run: Run, every: int) -> None:
+    """To the end of an exchange, at least; the first one makes the groups."""
+    if run.updates is None:
+        run.timed(WARM)
+    elif run.in_parameters:
+        run.timed(math.ceil(WARM / every) * every + run.updates.delay)
+    else:
+        run.timed(WARM)
+        run.updates.exchange()
+        run.updates.land()
+        run.timed(every - WARM + run.updates.delay)
+
+
 def compare(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
-    """Every way: the ends of its steps on all ranks, and the bytes that this host sent."""
+    """Every way: the ends of its steps on all ranks, and the bytes that this host sent. turns: so often the
+    ways alternate, and all of them are alive meanwhile; with one turn each ends before the next begins."""
+    turns = spec.get("turns", 1)
     out = []
-    for name, every in spec["ways"]:
-        run = Run(spec, name, every, rank, world)
-        steps = spec["steps"] if run.plain else spec["rounds"] * every
-        if run.updates is None:
-            run.timed(WARM)
-        elif run.in_parameters:
-            run.timed(every + run.updates.delay)  # the first exchange makes the groups
-        else:
-            run.timed(WARM)
-            run.updates.exchange()  # makes the groups
-            run.updates.land()
-            run.timed(every - WARM + run.updates.delay)  # to the end of an exchange
-        dist.barrier()
-        before = transmitted()
-        mine: dict[str, Any] = {"stamps": run.timed(steps)}
-        dist.barrier()
-        after = transmitted()
-        mine["bytes"] = after - before if before is not None and after is not None else None
-        run.close()
-        del run
-        gc.collect()
-        gathered: list[Any] = [None] * world
-        dist.all_gather_object(gathered, mine)
-        out.append({"name": name, "every": every, "steps": steps, "ranks": gathered})
-        if rank == 0:
-            took = mine["stamps"][-1] - mine["stamps"][0]
-            print(f"{name}, every {every}: {steps} steps in {took:.1f} s", flush=True)
+    alive: list[Run | None] = []
+    for turn in range(turns):
+        for i, (name, every) in enumerate(spec["ways"]):
+            if turn == 0:
+                alive.append(Run(spec, name, every, rank, world))
+            run = alive[i]
+            assert run is not None
+            if turn == 0:
+                warm(run, every)
+            steps = spec["steps"] if run.plain else max(spec["rounds"], spec["steps"] // every) * every
+            dist.barrier()
+            before = transmitted()
+            mine: dict[str, Any] = {"stamps": run.timed(steps)}
+            dist.barrier()
+            after = transmitted()
+            mine["bytes"] = after - before if before is not None and after is not None else None
+            if turn == turns - 1:
+                run.close()
+                del run
+                alive[i] = None
+                gc.collect()
+            gathered: list[Any] = [None] * world
+            dist.all_gather_object(gathered, mine)
+            out.append({"name": name, "every": every, "steps": steps, "ranks": gathered})
+            if rank == 0:
+                took = mine["stamps"][-1] - mine["stamps"][0]
+                print(f"{name}, every {every}: {steps} steps in {took:.1f} s", flush=True)
     return out
 
 
