@@ -424,7 +424,7 @@ class UpdateRun(Run):
             how.setdefault("error", _where(module, state, how))
         self.updates = Updates(module, optimizer, state, process_group=group, scaler=scaler, **how)
         if deadline is None:  # the exchanges in which it chooses would meet others
-            choice = {"codec": "auto" if chooses else "named", "accuracy": accuracy}
+            choice = {"codec": "auto" if chooses else "named", "accuracy": accuracy, "adam": adam}
             compare({}, module, group_of(state, group), choice, self.updates.shards.part)
         super().__init__(module, optimizers)
         self._choosing: Choosing | None = None

@@ -525,6 +525,20 @@ def suited(rank: int, world: int, maker: str) -> list[str]:
         return [named, *map(choice.label, it._choosing.candidates)]  # type: ignore[attr-defined]
 
 
+def of_another_kind(rank: int, world: int, parameters: dict[str, Any]) -> str:
+    module = network(0)
+    optimizer = (torch.optim.AdamW if rank else torch.optim.SGD)(module.parameters(), lr=1e-3)
+    with pytest.raises(sidcomp.SetupError) as caught:
+        sidcomp.compress(module, optimizer, options=sidcomp.Options(noise_correction=False), **parameters)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"ratio": 100}])
+def test_optimizers_that_suit_other_codecs_are_an_error_on_every_rank(parameters: dict[str, Any]) -> None:
+    for said in run(of_another_kind, 2, parameters):
+        assert "rank 1 has adam=True where rank 0 has adam=False: give every rank" in said
+
+
 @pytest.mark.parametrize(("maker", "bits"), [("AdamW", "log2"), ("NAdam", "log2"), ("SGD", "log4")])
 def test_a_hundredth_has_the_values_that_keep_the_loss_with_the_optimizer(maker: str, bits: str) -> None:
     """With SGD 2 bits a value cost an LSTM 11 %."""

@@ -207,7 +207,7 @@ def test_a_slower_link_never_gains_less() -> None:
             assert slow.auto[name].way.speedup >= 0.99 * fast.auto[name].way.speedup
         assert all(b.step_ms >= a.step_ms for a, b in zip(fast.ways, slow.ways, strict=True))
     for name in OPTIMIZERS:
-        assert not found[0].auto[name].gains and found[-1].auto[name].gains
+        assert found[0].auto[name].way.speedup < 1.03 < found[-1].auto[name].way.speedup
 
 
 def test_nothing_beats_computation_and_auto_nothing_of_its_own_loses() -> None:
@@ -236,7 +236,7 @@ def test_the_cost_of_a_codec_is_counted() -> None:
     assert {auto.way.codec for auto in found.auto.values()} == {"dense"}
     assert "with Adam sidcomp.compress(ddp, optimizer) would take" in found.sentence  # for its groups
     whole = predict(10, of_json({"w": [10**7]}), compute=slow)  # which cannot be divided
-    assert not any(auto.gains for auto in whole.auto.values())
+    assert all(auto.way.speedup < 1.03 for auto in whole.auto.values())
 
 
 def test_launches_cost_the_same_for_a_group_of_any_size_so_that_groups_are_merged() -> None:

@@ -67,11 +67,6 @@ class Auto:
     way: Way
     groups: int
 
-    @property
-    def gains(self) -> bool:
-        """Whether it takes a step that is shorter by more than the model can be trusted for."""
-        return self.way.speedup > 1 / (1 - _LEAST)
-
 
 @dataclass(frozen=True)
 class Estimate:
