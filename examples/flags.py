@@ -65,9 +65,8 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         "--clip",
         type=float,
         metavar="NORM",
-        help="clip_grad_norm_ of what sidcomp returns; 1.0, as plain DDP has it, unless given "
-        "(a memory that holds the momentum returns velocities: 1 / (1 - momentum) times that), and with "
-        "--updates and SGD sqrt(ranks), because a rank's own gradient has more noise",
+        help="clip_grad_norm_ of what the optimizer is handed; unless given, what corresponds to plain "
+        "DDP's 1.0 (run.clip_grad_norm_)",
     )
     add(
         "--updates",
@@ -212,8 +211,6 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
             marks = [mark.rpartition("@") for mark in value.split(",")]
             parameters[name] = sidcomp.Schedule([(int(step), _number(v)) for v, _, step in marks])
     args.parameters = parameters
-    if args.clip is None and not args.updates:
-        args.clip = 1.0
     args.exclude = [_number(rule) for rule in args.exclude]
     return args
 

@@ -64,9 +64,6 @@ class Trainer:
         self.module = task.model()
         self.model = self.module
         updates = compress and args.updates
-        # A rank's own gradient has more noise, and is larger. Adam's steps do not depend on that.
-        usual = CLIP * math.sqrt(dist.get_world_size()) if updates and not args.adamw else CLIP
-        self.clip = args.clip if compress and args.clip is not None else usual
         self.carry: torch.Tensor | None = None  # what the task keeps from step to step
         self.compressed: sidcomp.Run | sidcomp.State | None = None
         self.run.elements = sum(p.numel() for p in self.module.parameters())
@@ -187,9 +184,20 @@ class Trainer:
             loss, self.carry = self.task.loss(self.model, step, self.carry)
         self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
+        self.clip()
         self.optimizer.step()
         return loss.item()
+
+    def clip(self) -> None:
+        """All runs clip alike, whatever the optimizer is handed."""
+        ours, given = self.compressed, self.args.clip
+        if isinstance(ours, sidcomp.Run) and given is None:
+            ours.clip_grad_norm_(CLIP)
+            return
+        limit = CLIP if ours is None else given
+        if limit is None:  # a State without a Run
+            limit = CLIP * self.state.settings.gain
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)
 
     def evaluate(self) -> None:
         """The task's metric over all that is held out; each rank measures its share."""

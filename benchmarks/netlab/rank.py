@@ -73,9 +73,17 @@ class Run:
         loss, self.carry = self.task.loss(self.model, at, self.carry)
         self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.clip()
         self.optimizer.step()
         self.losses.append(loss.item())
+
+    def clip(self) -> None:
+        """At the norm that corresponds to plain DDP's 1, whatever the optimizer is handed."""
+        if self.run is not None:
+            self.run.clip_grad_norm_(1.0)
+        else:
+            gain = 1.0 if self.state is None else self.state.settings.gain
+            nn.utils.clip_grad_norm_(self.module.parameters(), gain)
 
     def warm_up(self, steps: int) -> None:
         """DDP forms its buckets anew, memory is allocated; a controller measures and chooses."""

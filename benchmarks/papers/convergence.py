@@ -227,7 +227,7 @@ def train(args: Namespace, world: int, seed: int, autocast: bool = False, adam: 
         except FloatingPointError:
             return Result(math.nan, sent / (4 * n * (step + 1)), losses)
         assert not check or all(torch.equal(gradients[0], g) for g in gradients), "the replicas differ"
-        torch.nn.utils.clip_grad_norm_(parameters, args.clip)
+        torch.nn.utils.clip_grad_norm_(parameters, settings.gain if args.clip is None else args.clip)
         optimizer.step()
     model.eval()
     with torch.no_grad():
@@ -284,8 +284,7 @@ VARIANTS = {
 def rows_of(task: str, steps: int, only: Sequence[str]) -> dict[str, str]:
     """Labels, and train.py's flags."""
     m = TASKS[task].momentum
-    # A memory that holds the momentum has the task's, and returns velocities: clipping gives them room.
-    holds = f"--param momentum={m} --clip {1 / (1 - m):.3g}"
+    holds = f"--param momentum={m}"  # a memory that holds the momentum has the task's
     own = {"dgc": holds, "redsync": holds, **SUITED.get(task, {})}
     rows = {c.name: f"--codec {c.name} {own.get(c.name, '')}" for c in sidcomp.codecs() if not c.lossless}
     for preset in sidcomp.presets():

@@ -36,9 +36,7 @@ STEPS = 150  # of the batches
 
 
 def flags_of(system: str, task: str, steps: int, batch: int | None) -> Any:
-    """The memory returns velocities, so the clip has room for them."""
-    m = TASKS[task].momentum
-    own = "" if system == "SGD" else f"--param momentum={m} --clip {1 / (1 - m):.3g}"
+    own = "" if system == "SGD" else f"--param momentum={TASKS[task].momentum}"
     size = "" if batch is None else f"--batch {batch}"
     text = f"{SYSTEMS[system]} {own} --task {task} --steps {steps} {size}"
     return flags.parse("", shlex.split(text))

@@ -6,6 +6,7 @@ run = sidcomp.compress(model, optimizer)  # the training loop does not change
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from math import sqrt
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,11 +61,9 @@ def compress(
     What is sent depends on the model:
 
     - DistributedDataParallel: gradients, in DDP's communication hook.
-    - A model that `fully_shard` has sharded inside nodes and replicated between them (HSDP), or to which
-      `replicate` was applied: gradients, between the replicas.
+    - HSDP (`fully_shard` inside nodes, replicas between them) or `replicate`: gradients, between replicas.
     - A plain module, or one that `fully_shard` has sharded inside a node, with `process_group`: updates. Each
       rank's optimizer steps with the rank's own gradient, and the ranks exchange what the optimizers did.
-      With Adam and its relatives this needs a tenth of the bytes that gradients need for the same loss.
       Evaluate and save inside `run.common()`.
     - A DDP model with `updates=True`, `every`, `outer` or `deadline`: updates. DDP then averages nothing.
 
@@ -78,19 +77,15 @@ def compress(
     outer           [None] updates: makes the optimizer that moves the common parameters by the ranks' mean
                     update, as in DiLoCo: functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9,
                     nesterov=True)
-    parts           [1] updates: into how many parts the parameters are cut, which are exchanged one after the
-                    other
-    deadline        [None] updates: seconds that an exchange waits for ranks that are late; ranks may then end
-                    and come back
+    parts           [1] updates: parts of the parameters, which are exchanged one after the other
+    deadline        [None] updates: seconds that an exchange waits for late ranks; ranks may end and come back
     process_group   [None] the ranks to average over. None: those of the model, else all
     scaler          [None] the GradScaler, if the program has one. For updates torch's own is found
     options         [None] what is rarely set: `sidcomp.Options`
-    parameters      of the codec, the memory or the exchange, such as density=0.01, or ratio=100 for a
-                    hundredth of the bytes
+    parameters      of the codec, memory or exchange: density=0.01, or ratio=100 for a hundredth of the bytes
 
-    Every rank calls it at the same point, after the model is on its device and before the first step; the
-    ranks compare their arguments. Raises ArgumentError, SetupError or UnsupportedError, which say what to
-    change.
+    Every rank calls it at the same point, with the model on its device and before the first step; the ranks
+    compare arguments. Raises ArgumentError, SetupError or UnsupportedError, which say what to change.
     """
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model={model!r}: give the torch.nn.Module that the optimizer trains")
@@ -219,6 +214,16 @@ class Run(ABC):
         Where gradients are sent, that is the module itself. Where updates are sent, each rank's own
         parameters come back afterwards, and training goes on as if you had not called it."""
 
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clips as `torch.nn.utils.clip_grad_norm_` does, at the norm that corresponds to plain DDP's
+        `max_norm`: 1 / (1 - momentum) times it where the memory hands velocities to the optimizer, and
+        sqrt(ranks) times where SGD steps by a rank's own, noisier gradient. Returns the norm before."""
+        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm * self._gain)
+
+    @property
+    def _gain(self) -> float:  # how many times as large as DDP's gradients may be those of the parameters
+        return self.state.settings.gain
+
     @abstractmethod
     def average(self) -> None:
         """Makes the parameters of all ranks equal: exchanges what has not been sent, uncompressed. Where
@@ -227,9 +232,8 @@ class Run(ABC):
     @abstractmethod
     def restart(self) -> None:
         """Forgets what has not been sent. Where updates are sent, the parameters as they are now become the
-        common ones. Call it on every rank after the program has set parameters itself, alike on all ranks,
-        such as by re-initialization or pruning; in the next exchange the ranks compare. `load_state_dict` of
-        the module does it by itself."""
+        common ones. Call it on every rank after the program has set parameters itself, alike on all ranks, as
+        pruning does; the next exchange compares. `load_state_dict` of the module does it by itself."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -240,9 +244,6 @@ class Run(ABC):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Loads a result of `state_dict`, after the model's and the optimizer's. Every rank calls it at the
         same point. Raises CheckpointError, and then nothing has changed."""
-
-    # ---- files
-    # -------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, number: int = 0) -> None:
         """Writes a file for each rank into the folder, beside the checkpoint that the program saves on rank
@@ -271,8 +272,7 @@ class Run(ABC):
         return bool(found)
 
     def rank_state(self) -> dict[str, Any]:
-        """Returns what `save` writes on this rank, for a checkpoint of another form, such as one file for all
-        ranks. Every rank calls it at the same point, between two steps."""
+        """Returns what `save` writes, for a checkpoint of another form. Every rank calls it likewise."""
         beside = self._beside()
         return {"run": self._run_name(), "state": self.state.state_dict(), "beside": beside}
 
@@ -292,9 +292,6 @@ class Run(ABC):
     def _load(self, found: list[dict[str, Any]]) -> None:
         states = [f["state"] for f in found]
         self.state.load_state_dict(states if len(states) > 1 else states[0])
-
-    # ---- the end
-    # ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends compression: waits for pending exchanges. May be called again."""
@@ -411,7 +408,7 @@ class UpdateRun(Run):
         if accuracy == "exact":
             chooses, codec = False, EXACT[0]
         optimizers = [each[-1] for each in chains(optimizer)]
-        adam = any(map(adaptive, optimizers))
+        self._adam = adam = any(map(adaptive, optimizers))
         if chooses:  # what does not fit is an error now, not when it has chosen
             trials = [_trial(name, arguments, own) for name, own in (CANDIDATES if adam else WITH_SGD)]
             how.setdefault("error", _where(module, trials[0], how))
@@ -462,6 +459,10 @@ class UpdateRun(Run):
 
     def _shards_agree(self, yes: bool) -> bool:
         return self.updates.shards.peers.all_agree(yes)
+
+    @property
+    def _gain(self) -> float:
+        return 1.0 if self._adam else sqrt(self.updates.world)
 
     def average(self) -> None:
         self.updates.average()

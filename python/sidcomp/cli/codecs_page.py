@@ -64,8 +64,8 @@ implemented for CUDA.
 _END = """
 - **The learning rate.** An element that is sent late is multiplied by a later rate. `compress` follows the
   optimizer and rescales the residual by the old rate over the new one (EF-SGD; Karimireddy et al. 2019).
-- **`dgc`** returns velocities, up to 1/(1 - momentum) times as large as gradients: clip at a norm so much
-  higher, or before compression with `clip_norm=1.0`.
+- **`dgc`** returns velocities, up to 1/(1 - momentum) times as large as gradients: clip by
+  `run.clip_grad_norm_(1.0)`, which allows for it, or before compression with `clip_norm=1.0`.
 - **`compensation`** is for `marsit`: choose `eta_s` as large as the gradient's elements, and
   `Options(full_every=100)`.
 - **A step that is not finite** is discarded on all ranks, and is never sent later.

@@ -40,21 +40,25 @@ def check(
                 f"with {instead}, or the State with a memory that leaves momentum to the optimizer, such as "
                 "memory='residual'"
             )
-    # A velocity is up to 1 / (1 - momentum) times as large as a gradient; an average of gradients is not.
-    if "feedback" not in memory.traits:
-        return
-    if any(group.get("weight_decay") for group in optimizer.param_groups):
+    if settings.gain > 1 and any(group.get("weight_decay") for group in optimizer.param_groups):
         notices.log(
             f"{kind} decays weights after memory {memory.name!r}, so the momentum does not multiply the "
-            "decay: to keep its effect, set weight_decay to 1 / (1 - momentum) times the value for the "
+            f"decay: to keep its effect, set weight_decay to {settings.gain:g} times the value for the "
             "optimizer's own momentum",
             rank,
         )
     if clip_grad_norm is not None:
+        check_clip(settings, clip_grad_norm, rank)
+
+
+def check_clip(settings: "Settings", max_norm: float, rank: int = 0) -> None:
+    """Warns where a program that clips what the optimizer is handed at this norm would clip velocities."""
+    if settings.gain > 1:
+        memory = settings.candidates[0].memory.name
         notices.log(
-            f"clip_grad_norm_(max_norm={clip_grad_norm:g}) after memory {memory.name!r} clips velocities, "
-            "which are up to 1 / (1 - momentum) times as large as gradients: raise max_norm by that factor, "
-            "or clip before the memory with clip_norm=, or use memory='residual'",
+            f"clip_grad_norm_(max_norm={max_norm:g}) after memory {memory!r} clips velocities, which are up "
+            f"to {settings.gain:g} times as large as gradients: clip at {settings.gain * max_norm:g}, as "
+            f"run.clip_grad_norm_({max_norm:g}) does, or use memory='residual'",
             rank,
         )
 

@@ -241,6 +241,16 @@ class Settings:
         return self.candidates[0].memory.momentum
 
     @property
+    def gain(self) -> float:
+        """How many times as large as a gradient may be what the optimizer is handed: 1 / (1 - momentum) for a
+        memory that hands it velocities, else 1. An average of gradients is no larger than they are."""
+        first = self.candidates[0]
+        if not self.momentum or "feedback" not in first.memory.traits:
+            return 1.0
+        own = {p.name: p.default for p in first.memory.parameters}
+        return 1 / (1 - float(schedule.last({**own, **first.parameters})["momentum"]))
+
+    @property
     def start(self) -> Regime:
         """The regime in which training begins."""
         if not self.planned:

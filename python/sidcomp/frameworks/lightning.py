@@ -100,7 +100,9 @@ class Compression(Callback):  # type: ignore[misc]
                 f"Lightning trains with {strategy}, and sidcomp compresses what DDP sends: use "
                 'Trainer(strategy="ddp"), or leave Compression out'
             )
-        self._session.start(ddp, list(trainer.optimizers), getattr(trainer.precision_plugin, "scaler", None))
+        scaler, by_norm = getattr(trainer.precision_plugin, "scaler", None), trainer.gradient_clip_algorithm
+        max_norm = trainer.gradient_clip_val if by_norm in (None, "norm") else None
+        self._session.start(ddp, list(trainer.optimizers), scaler, max_norm)
         self._session.in_common(trainer.strategy, "lightning_module_state_dict", copies=True)
         self._first = -1
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from sidcomp.config.optimizer_check import check_clip
 from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.run import GradientRun, Run, check, compress
 from sidcomp.runtime.scalars import Scalars
@@ -45,10 +46,14 @@ class Session:
         self._undo: list[Callable[[], object]] = []
         self._evaluation: AbstractContextManager[Any] | None = None
 
-    def start(self, ddp: DistributedDataParallel, optimizers: list[Any], scaler: Any) -> Run:
-        """Every rank calls it at the same point."""
+    def start(
+        self, ddp: DistributedDataParallel, optimizers: list[Any], scaler: Any, max_norm: float | None = None
+    ) -> Run:
+        """Every rank calls it at the same point. max_norm: where the framework clips; 0, None: nowhere."""
         self.close()
         self.run = run = compress(ddp, optimizers, scaler=scaler, **self._arguments)
+        if max_norm and isinstance(run, GradientRun):
+            check_clip(run.state.settings, max_norm, run.state.engine.speaker)
         run.state.engine.informed = True  # checkpoints are loaded here, which says where there is none
         self._seen = False  # gradients have arrived
         self._began = run.state.engine.current.begun

@@ -97,7 +97,8 @@ class Compression(TrainerCallback):  # type: ignore[misc]
                 "the Trainer's DDP model has a communication hook already, as after an earlier train(), and "
                 "takes only one: make a new Trainer"
             )
-        run = self._session.start(ddp, [trainer.optimizer], trainer.accelerator.scaler)
+        scaler, max_norm = trainer.accelerator.scaler, args.max_grad_norm
+        run = self._session.start(ddp, [trainer.optimizer], scaler, max_norm)
         for name in ("evaluate", "predict", "save_model"):
             self._session.in_common(trainer, name)
         self._first = state.global_step
