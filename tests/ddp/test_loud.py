@@ -75,9 +75,13 @@ def test_the_first_step_says_what_is_compressed() -> None:
     assert line.endswith(
         f"Uncompressed: {len(vectors)} tensors, {4 * sum(p.numel() for p in vectors)} bytes (exclude '1-D')"
     )
-    sent = re.search(r"a rank sends ([\d.]+) (bytes|KB) a step, plain DDP's all-reduce", line)
+    sent = re.search(
+        r"a rank sends ([\d.]+) (bytes|KB) a step \(([\d.]+) bits an element\), plain DDP's all-reduce", line
+    )
     assert sent is not None
     stats = ours["stats"]
+    bits = 8 * stats["wire_bytes"] / stats["steps"] / numel
+    assert float(sent[3]) == pytest.approx(bits, rel=0.01)
     each = float(sent[1]) * {"bytes": 1, "KB": 1000}[sent[2]]
     assert each == pytest.approx(stats["wire_bytes"] / stats["steps"], rel=0.01)
 

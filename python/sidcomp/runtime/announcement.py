@@ -83,11 +83,12 @@ def _traffic(groups: Sequence[Group], world: int, plain: str, beside: int) -> st
         return "; one rank sends nothing"
     noise = ring_bytes(beside, world)
     sent = sum(g.wire_bytes(world) for g in groups) + noise
-    dense = ring_bytes(_WIDTH * sum(g.n for g in groups), world)
-    text = f"; a rank sends {size(sent)} a step"
+    elements = sum(g.n for g in groups)
+    dense = ring_bytes(_WIDTH * elements, world)
+    text = f"; a rank sends {size(sent)} a step ({8 * sent / elements:.3g} bits an element"
     if noise:
-        text += f" ({size(noise)} of it for the noise correction)"
-    text += f", {plain}'s all-reduce in float32 {size(dense)}"
+        text += f"; {size(noise)} of it for the noise correction"
+    text += f"), {plain}'s all-reduce in float32 {size(dense)}"
     if sent >= dense:
         return text + f": this saves nothing. With this many ranks take another codec, or {plain}"
     return text + f" ({dense / sent:.3g} times as much)"
