@@ -14,7 +14,8 @@ layer, even:8, mergecomp, cupcake
 +EXCHANGE               of a codec of sidcomp: how its payloads travel, as in marsit+ring1, topk:25MB+twoshot;
                         else by all-reduce, or by all-gather where they cannot be summed
 auto                    State("auto"): groups, codecs and exchanges chosen
-[KEY=VALUE;...]         further arguments of State: redsync[density=0.001], dgc:mergecomp[Y=3]@0
+[KEY=VALUE;...]         further arguments of State: redsync[density=0.001], dgc:mergecomp[Y=3]@0; a Schedule
+                        is written as dgc[density=0.25@0,0.01@36]
 @MB                     DDP's bucket_cap_mb, @0 for a bucket of each tensor; DDP's own default unless given
 DOOR/...                another door than DDP's hook, before any of these: pg/topk is DDP over the backend
                         "sidcomp", hsdp/dense plain HSDP on two replicas, hsdp/topk:bucket
@@ -201,11 +202,10 @@ def parse(text: str) -> Hook:
         ):
             raise ValueError(f"hook {text!r}: {door} takes hsdp/dense or a codec of sidcomp, without @")
         return inner._replace(name=text, door=door)
-    body, at, cap = text.partition("@")
-    found = re.fullmatch(r"([^\[\]]*)(?:\[([^\[\]]+)\])?", body)
+    found = re.fullmatch(r"([^\[\]@]*)(?:\[([^\[\]]+)\])?(?:(@)(.*))?", text)
     if not found:
         raise ValueError(f"hook {text!r}: write arguments as in dgc:mergecomp[Y=3;alpha=0.02]@0")
-    body, arguments = found[1], _arguments(text, found[2])
+    body, arguments, at, cap = found[1], _arguments(text, found[2]), found[3], found[4]
     body, plus, exchange = body.partition("+")
     kind, colon, groups = body.partition(":")
     taken = {"density"} if kind == "torch-topk" else set()
@@ -242,13 +242,15 @@ def parse(text: str) -> Hook:
 
 
 def _arguments(text: str, given: str | None) -> tuple[tuple[str, Any], ...]:
-    """The arguments of State between brackets: numbers where they read as numbers, else words."""
+    """The arguments of State between brackets: numbers where they read as numbers, schedules, else words."""
     out = []
     for item in given.split(";") if given else ():
         key, equals, value = item.partition("=")
         if not (key and equals and value):
             raise ValueError(f"hook {text!r}: {item!r} is not KEY=VALUE")
-        out.append((key, _number(value)))
+        marks = [mark.rpartition("@") for mark in value.split(",")] if "@" in value else []
+        schedule = sidcomp.Schedule([(int(step), _number(v)) for v, _, step in marks]) if marks else None
+        out.append((key, schedule or _number(value)))
     return tuple(out)
 
 

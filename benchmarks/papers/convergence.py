@@ -26,7 +26,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from sidcomp import _core
-from sidcomp.config import schedule
+from sidcomp.config import presets, schedule
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import DENSE, Piece, Regime, Spec, form_groups
 from sidcomp.config.registry import find_codec
@@ -288,7 +288,8 @@ def rows_of(task: str, steps: int, only: Sequence[str]) -> dict[str, str]:
     own = {"dgc": holds, "redsync": holds, **SUITED.get(task, {})}
     rows = {c.name: f"--codec {c.name} {own.get(c.name, '')}" for c in sidcomp.codecs() if not c.lossless}
     for preset in sidcomp.presets():
-        if preset not in ("fp16", "topk-1pct", "topk-fortieth"):  # other rows have them
+        of_updates = presets.load(preset).program.get("updates")  # which are not simulated here
+        if preset not in ("fp16", "topk-1pct", "topk-fortieth") and not of_updates:  # other rows have them
             rows[f"preset {preset}"] = f"--config {preset}"
     for label, text in VARIANTS.items():
         rows[label] = (

@@ -30,9 +30,9 @@ SYSTEMS = {
     "RGC, quantised, printed": "--config redsync-quantised --param quantised=printed",
     "RGC, quantised, on": "--config redsync-quantised --param quantised=on",
 }
-NETWORKS = {"digits": (4, 300), "lm": (2, 75)}  # task: ranks, steps
+NETWORKS = {"digits": (4, 600), "lm": (2, 225)}  # task: ranks, steps
 BATCHES = (8, 32, 128)  # examples of a rank
-STEPS = 150  # of the batches
+STEPS = 400  # of the batches
 
 
 def flags_of(system: str, task: str, steps: int, batch: int | None) -> Any:
