@@ -287,20 +287,6 @@ __device__ inline double sid_tile_squares(const sid_quads &x) {
     return sid_tile_sum<double>(x, [](float v) { return (double)v * (double)v; });
 }
 
-/* ---- random bits ------------------------------------------------------------------------------------------------- */
-
-/* Random numbers for the four elements from i on; i is a multiple of 4. */
-__device__ inline void sid_draws32(const sid_draw &d, uint64_t i, uint32_t (&u)[SID_QUAD]) {
-    sid_draw_block(&d, i / 4, u);
-}
-__device__ inline void sid_draws16(const sid_draw &d, uint64_t i, uint32_t (&u)[SID_QUAD]) {
-    uint32_t w[4];
-    sid_draw_block(&d, i / 8, w);
-    const bool upper = i % 8 != 0;
-    const uint32_t a = upper ? w[2] : w[0], b = upper ? w[3] : w[1];
-    u[0] = a & 0xffffu, u[1] = a >> 16, u[2] = b & 0xffffu, u[3] = b >> 16;
-}
-
 /* ---- the payload's checksum -------------------------------------------------------------------------------------- */
 
 /* The block's share goes to scratch. */

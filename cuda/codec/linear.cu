@@ -38,7 +38,8 @@ struct linear {
     __device__ void start(shared &, unit &) const {}
     __device__ void done(shared &, unit &, uint64_t) const {}
 
-    __device__ float keep(const shared &, const sid_rule &rule, float acc, uint64_t) const {
+    __device__ void draws(const shared &, uint64_t, uint32_t (&)[SID_QUAD]) const {}
+    __device__ float keep(const shared &, const sid_rule &rule, float acc, uint64_t, uint32_t) const {
         if (rule.scale == 0) return acc;
         float sent = scaled(acc, rule.scale);
         if (dtype != SID_F32) sent = sid_decode_half(sid_encode_half(sent, dtype), dtype);

@@ -163,7 +163,8 @@ template <class Codec> struct sid_gathering {
     }
     __device__ void close(sid_scratch *) const {}
     __device__ void end(shared &s) const { s.counting.end(list.counted); }
-    __device__ float keep(const shared &s, const sid_rule &rule, float acc, uint64_t i) const {
+    __device__ void draws(const shared &, uint64_t, uint32_t (&)[SID_QUAD]) const {}
+    __device__ float keep(const shared &s, const sid_rule &rule, float acc, uint64_t i, uint32_t) const {
         return s.keeping.keep(rule, acc, i);
     }
 

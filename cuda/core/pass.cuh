@@ -8,6 +8,18 @@
 
 #include "memories.cuh"
 
+/* Random numbers for the four elements from i on; i is a multiple of 4. */
+__device__ inline void sid_draws32(const sid_draw &d, uint64_t i, uint32_t (&u)[SID_QUAD]) {
+    sid_draw_block(&d, i / 4, u);
+}
+__device__ inline void sid_draws16(const sid_draw &d, uint64_t i, uint32_t (&u)[SID_QUAD]) {
+    uint32_t w[4];
+    sid_draw_block(&d, i / 8, w);
+    const bool upper = i % 8 != 0;
+    const uint32_t a = upper ? w[2] : w[0], b = upper ? w[3] : w[1];
+    u[0] = a & 0xffffu, u[1] = a >> 16, u[2] = b & 0xffffu, u[3] = b >> 16;
+}
+
 struct sid_vectors { /* where acc and the memory's other vectors lie */
     float *first;
     uint64_t stride;
@@ -67,7 +79,8 @@ __device__ inline void sid_store_floats(float *p, uint32_t count, const float (&
  *     struct unit                 a thread's own, for one tile
  *     begin(shared &), end(shared &)   by the whole block
  *     close(scratch)              the same, after all else, `nonfinite` included: for sid_comes_last
- *     keep(shared &, rule, acc, i)     what the rule of the last step left of element i
+ *     draws(shared &, i, u)       u[4]: what the last step drew for the elements from i on, where keep asks for it
+ *     keep(shared &, rule, acc, i, u)  what the rule of the last step left of element i, for which u was drawn
  *     start(shared &, unit &)     before a tile, and
  *     done(shared &, unit &, tile)     after it, by the whole warp
  *     quad(shared &, unit &, acc[4], i, count) four elements from i on, of which count exist; acc may be changed. By the
@@ -105,12 +118,14 @@ template <class Memory, class Codec> struct sid_tile_pass {
 
     __device__ void quad(typename Codec::unit &unit, float (&x)[SID_QUAD], float (&vec)[Memory::VECTORS + 1][SID_QUAD],
                          uint64_t i, uint32_t count) {
+        uint32_t u[SID_QUAD] = {};
+        if (Memory::VECTORS && memory.keeps) codec.draws(shared, i, u);
 #pragma unroll
         for (uint32_t c = 0; c < SID_QUAD; c++) {
             float one[Memory::VECTORS + 1];
             for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m][c];
             float kept = 0;
-            if (Memory::VECTORS) kept = memory.keeps ? codec.keep(shared, rule, one[0], i + c) : one[0];
+            if (Memory::VECTORS) kept = memory.keeps ? codec.keep(shared, rule, one[0], i + c, u[c]) : one[0];
             const float raw = x[c];
             const bool finite = sid_key(raw) < SID_KEY_INF;
             bad += !finite; /* what does not exist was read as zero */
