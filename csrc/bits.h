@@ -61,6 +61,23 @@ SID_HD float sid_f16_to_f32(uint16_t h) {
     return sid_bits_f32(sign | ((e + 112u) << 23) | (m << 13));
 }
 
+/* Finite x, of at most the format's largest magnitude, becomes one of the format's two numbers beside it: the one farther
+ * from zero if x's distance from the other one, in 2^-16 of the distance of the two, and 16 random bits add up to 2^16 or
+ * more. Among float16's subnormal numbers x's distance is rounded; elsewhere it is exact. Returns the number as a float32;
+ * NaN and Inf as they are. */
+SID_HD float sid_bf16_dithered(float x, uint32_t draw) {
+    const uint32_t u = sid_f32_bits(x);
+    return (u & 0x7fffffffu) < SID_KEY_INF ? sid_bits_f32((u + draw) & 0xffff0000u) : x;
+}
+SID_HD float sid_f16_dithered(float x, uint32_t draw) {
+    const uint32_t u = sid_f32_bits(x), k = u & 0x7fffffffu;
+    if (k >= SID_KEY_INF) return x;
+    if (k >= 0x38800000u) return sid_bits_f32((u + (draw >> 3)) & ~0x1fffu); /* 13 bits are cut off */
+    const int32_t twice = (int32_t)(sid_bits_f32(k) * 0x1p41f);              /* in 2^-17 of the least number */
+    const float low = (float)((twice + 2 * (int32_t)draw + 1) >> 17) * 0x1p-24f;
+    return sid_bits_f32(sid_f32_bits(low) | (u & 0x80000000u));
+}
+
 /* ---- rounding to a grid ------------------------------------------------------------------------------------------
  * Without branches, so that loops over them are vectorised. */
 

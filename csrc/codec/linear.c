@@ -2,10 +2,18 @@
  * an encoder divides by the world size before it rounds: the sum is the mean.
  *     body = round(clamp(acc) * s), s = 1/world in float32       sent = body * world       kept = acc - sent
  * fp16 and bf16 clamp at the format's largest value, with several ranks a little below it (65376, 3.35e38), so that the
- * roundings of the sum over the ranks do not carry a finite mean into Inf; what is cut off is kept. */
+ * roundings of the sum over the ranks do not carry a finite mean into Inf; what is cut off is kept.
+ *
+ * They round to nearest, or at random to one of the two neighbours of acc * s, by 16 bits an element (bits.h), so that a
+ * body is right on average. Then it may be a whole step too large instead of half a step, so they clamp a step lower
+ * (65344, 3.34e38). keep() draws the same bits again. */
 #include "linear.h"
 
 #include <string.h>
+
+enum {
+    LINEAR_ROUNDING /* parameter of fp16, bf16 */
+};
 
 static sid_dtype body_dtype(const sid_plan *p) { return p->sizes.body_dtype; }
 
@@ -22,41 +30,68 @@ static sid_status plan_none(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)scratch, (void)err;
     return plan_as(p, p->dtype);
 }
+static sid_status plan_half(sid_plan *p, sid_dtype body) {
+    const linear_form f = {p->codec_param[LINEAR_ROUNDING] > 0};
+    _Static_assert(sizeof f <= sizeof p->derived, "SID_DERIVED_WORDS is too small");
+    memcpy(p->derived, &f, sizeof f);
+    return plan_as(p, body);
+}
 static sid_status plan_fp16(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)scratch, (void)err;
-    return plan_as(p, SID_F16);
+    return plan_half(p, SID_F16);
 }
 static sid_status plan_bf16(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)scratch, (void)err;
-    return plan_as(p, SID_BF16);
+    return plan_half(p, SID_BF16);
 }
 
-static void begin(sid_pass *w) { (void)w; }
+static int rounds(const sid_plan *p) { return !(p->codec->info.traits & SID_LOSSLESS); }
 
-static float limit(sid_dtype body, int one_rank) {
-    if (body == SID_F16) return one_rank ? 65504.0f : 65376.0f;
-    return sid_bits_f32(one_rank ? 0x7f7f0000u : 0x7f7c0000u);
+static void begin(sid_pass *w) {
+    if (!linear_form_of(w->plan).draws) w->draw = (sid_draw){0, 0, 0};
 }
 
-/* body[offset ...) = clamp(acc) * s, rounded to the body's dtype; what is finite stays finite. */
-static void write_body(const sid_plan *p, const float *acc, float s, void *body, uint64_t offset, uint32_t len) {
+/* Random bits of a tile. */
+typedef struct draws {
+    SID_LINE uint16_t half[SID_TILE];
+} draws;
+static const uint16_t *draw(const sid_plan *p, const sid_draw *d, uint64_t offset, uint32_t len, draws *to) {
+    p->simd->draw16(d, offset, len, to->half);
+    return to->half;
+}
+
+static float limit(const sid_plan *p, float s) {
+    return linear_limit(body_dtype(p), s == 1.0f, linear_form_of(p).draws);
+}
+
+/* to = acc * s in the body's dtype, where nothing is rounded but by the product. */
+static void scale_body(const sid_plan *p, const float *acc, float s, void *to, uint64_t offset, uint32_t len) {
     const sid_dtype d = body_dtype(p);
     SID_LINE float x[SID_TILE];
     if (d == SID_F32) {
-        p->simd->scale(acc, (float *)body + offset, len, s);
-    } else if (p->codec->info.traits & SID_LOSSLESS) {
-        p->simd->scale(acc, x, len, s);
-        sid_store(p->simd, d, body, offset, len, x);
+        p->simd->scale(acc, (float *)to + offset, len, s);
     } else {
-        p->simd->half_body(acc, (uint16_t *)body + offset, len, s, limit(d, s == 1.0f), d == SID_BF16);
+        p->simd->scale(acc, x, len, s);
+        sid_store(p->simd, d, to, offset, len, x);
     }
 }
 
 /* Of how many ranks the body becomes a part of the sum. */
 static float together(const sid_pass *w) { return w->plan->alone ? 1.0f : (float)w->step->world; }
 
+/* Elements from `offset` on of clamp(acc) * s, rounded to the body's dtype; what is finite stays finite. */
 static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
-    write_body(w->plan, acc, 1.0f / together(w), w->payload + SID_HEADER_BYTES, offset, len);
+    const sid_plan *p = w->plan;
+    const float s = 1.0f / together(w);
+    const int bf16 = body_dtype(p) == SID_BF16;
+    uint16_t *const half = (uint16_t *)(void *)(w->payload + SID_HEADER_BYTES) + offset;
+    draws room;
+    if (!rounds(p))
+        scale_body(p, acc, s, w->payload + SID_HEADER_BYTES, offset, len);
+    else if (linear_form_of(p).draws)
+        p->simd->half_body_drawn(acc, half, draw(p, &w->draw, offset, len, &room), len, s, limit(p, s), bf16);
+    else
+        p->simd->half_body(acc, half, len, s, limit(p, s), bf16);
 }
 
 static sid_outcome finish(sid_pass *w) {
@@ -73,25 +108,34 @@ static sid_outcome finish(sid_pass *w) {
     return SID_DONE;
 }
 
-static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
-    const sid_rule *rule = &s->rule;
+static void keep(const sid_plan *p, const sid_state *state, float *acc, uint64_t offset, uint32_t len) {
+    const sid_rule *rule = &state->rule;
+    const float s = rule->scale, inverse = rule->inverse;
+    const int bf16 = body_dtype(p) == SID_BF16;
     SID_LINE float sent[SID_TILE], body[SID_TILE];
-    (void)offset;
-    const sid_dtype d = body_dtype(p);
-    if (rule->scale == 0) return;
-    if (d != SID_F32 && !(p->codec->info.traits & SID_LOSSLESS)) {
-        p->simd->half_keep(acc, len, 0, rule->scale, rule->inverse, limit(d, rule->scale == 1.0f), d == SID_BF16);
+    draws room;
+    if (s == 0) return;
+    if (rounds(p)) {
+        if (linear_form_of(p).draws)
+            p->simd->half_keep_drawn(acc, draw(p, &state->draw, offset, len, &room), len, s, inverse, limit(p, s),
+                                     bf16);
+        else
+            p->simd->half_keep(acc, len, 0, s, inverse, limit(p, s), bf16);
         return;
     }
-    write_body(p, acc, rule->scale, body, 0, len);
-    p->simd->scale(sid_load(p->simd, body_dtype(p), body, 0, len, sent), sent, len, rule->inverse);
+    scale_body(p, acc, s, body, 0, len);
+    p->simd->scale(sid_load(p->simd, body_dtype(p), body, 0, len, sent), sent, len, inverse);
     for (uint32_t i = 0; i < len; i++) acc[i] -= sent[i];
 }
 
 static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
 
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
-    return linear_check((const sid_header *)(const void *)payload, p->n, err);
+    const sid_header *h = (const sid_header *)(const void *)payload;
+    if (h->salt && !linear_form_of(p).draws)
+        return sid_fail(err, SID_E_CORRUPT,
+                        "salt is %08x; it must be 0, because rounding to nearest draws no random bits", h->salt);
+    return linear_check(h, p->n, err);
 }
 
 static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
@@ -105,6 +149,20 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
             for (uint32_t i = 0; i < len; i++) out[i] += x[i];
     }
 }
+
+static const char *const roundings[] = {"nearest", "stochastic", NULL};
+static const sid_param params[] = {
+    [LINEAR_ROUNDING] = {.name = "rounding",
+                         .kind = SID_CHOICE,
+                         .dflt = 0,
+                         .min = 0,
+                         .max = 1,
+                         .unit = "",
+                         .choices = roundings,
+                         .doc = "nearest: to the nearest number, ties to even. stochastic: to one of the two neighbors "
+                                "at random, so that what a rank sends is right on average. An all-reduce adds up in 16 "
+                                "bits, rounding to nearest; two-shot adds up in float32, and its mean is right, too."},
+};
 
 #define LINEAR_CODEC(symbol, ...)                                                                                      \
     const sid_codec sid_codec_##symbol = {.info = {.family = "dense", __VA_ARGS__},                                    \
@@ -123,8 +181,8 @@ LINEAR_CODEC(
     .traits = SID_LINEAR | SID_LOSSLESS | SID_UNBIASED,
     .doc = "Uncompressed: every element in the gradient's own dtype, averaged by all-reduce as plain DDP does.");
 LINEAR_CODEC(
-    fp16, .name = "fp16", .paper = "", .wire_id = 2, .traits = SID_LINEAR,
+    fp16, .name = "fp16", .paper = "", .wire_id = 2, .traits = SID_LINEAR | SID_STOCHASTIC, SID_PARAMETERS(params),
     .doc = "Every element as IEEE half, averaged by all-reduce: half the bytes. Magnitudes above 65504 saturate.");
 LINEAR_CODEC(
-    bf16, .name = "bf16", .paper = "", .wire_id = 3, .traits = SID_LINEAR,
+    bf16, .name = "bf16", .paper = "", .wire_id = 3, .traits = SID_LINEAR | SID_STOCHASTIC, SID_PARAMETERS(params),
     .doc = "Every element as bfloat16, averaged by all-reduce: half the bytes, float32's range, 8 bits of precision.");

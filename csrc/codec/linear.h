@@ -4,8 +4,23 @@
 #define SID_LINEAR_H
 
 #include <math.h>
+#include <string.h>
 
 #include "../codec.h"
+
+typedef struct linear_form { /* in plan->derived, of codecs that round to 16 bits */
+    uint32_t draws;          /* 1: rounding is at random */
+} linear_form;
+static inline linear_form linear_form_of(const sid_plan *p) {
+    linear_form f;
+    memcpy(&f, p->derived, sizeof f);
+    return f;
+}
+/* The largest magnitude that a body of one rank, or of several, carries. */
+SID_HD float linear_limit(sid_dtype body, int one_rank, uint32_t draws) {
+    if (body == SID_F16) return one_rank ? 65504.0f : draws ? 65344.0f : 65376.0f;
+    return sid_bits_f32(one_rank ? 0x7f7f0000u : draws ? 0x7f7b0000u : 0x7f7c0000u);
+}
 
 /* The factor that undoes header.scale: the sender's world size. */
 static inline float linear_inverse(float scale) { return (float)floor(1.0 / (double)scale + 0.5); }

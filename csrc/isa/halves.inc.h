@@ -2,8 +2,11 @@
  * acc, and the store of a decoded tile.
  *
  * Each element by itself: it is clamped, multiplied by s, which rounds, then rounded to the half format, to nearest with ties to
- * even. half_keep multiplies by `inverse`, which rounds, and subtracts. */
+ * even, or at random (bits.h). half_keep multiplies by `inverse`, which rounds, and subtracts. */
 
+INLINE float clamped_one(float x, float max) {
+    return sid_key(x) >= SID_KEY_INF ? x : x > max ? max : x < -max ? -max : x;
+}
 static void clamp(const float *x, float *y, uint32_t n, float max) {
     uint32_t i = 0;
     const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
@@ -12,10 +15,7 @@ static void clamp(const float *x, float *y, uint32_t n, float max) {
         const vi k = keys(v);
         store(y + i, (vf)(either((k > top) & (k < (int32_t)SID_KEY_INF), top, k) | (bits(v) & ~0x7fffffff)));
     }
-    for (; i < n; i++) {
-        const float v = x[i];
-        y[i] = sid_key(v) >= SID_KEY_INF ? v : v > max ? max : v < -max ? -max : v;
-    }
+    for (; i < n; i++) y[i] = clamped_one(x[i], max);
 }
 
 static void f32_to_f16(const float *x, uint16_t *y, uint32_t n) {
@@ -242,6 +242,67 @@ static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse
         for (uint32_t j = 0; j < len; j++)
             x[i + j] -= sid_bits_f32((int32_t)sid_key(x[i + j]) >= from ? sid_f32_bits(sent[j]) : 0u);
     }
+}
+
+/* x as one of the numbers of a half type beside it. NaN and Inf stay. */
+INLINE vf drawn_halves(vf x, vi draw, const int bf16) {
+    const vi k = keys(x), sign = bits(x) ^ k, finite = k < (int32_t)SID_KEY_INF;
+    if (bf16) return (vf)(either(finite, (vi)((vn)k + (vn)draw) & (int32_t)0xffff0000u, k) | sign);
+    const vi small = k < 0x38800000, high = (vi)((vn)k + (vn)(draw >> 3)) & ~0x1fff;
+    const vi low = (to_int((vf)(k & small) * 0x1p41f) + 2 * draw + 1) >> 17;
+    return (vf)(either(small, bits(to_float(low) * 0x1p-24f), either(finite, high, k)) | sign);
+}
+INLINE float drawn_half(float x, uint32_t draw, int bf16) {
+    return bf16 ? sid_bf16_dithered(x, draw) : sid_f16_dithered(x, draw);
+}
+/* Numbers of a half type, NaN or Inf. */
+INLINE void store_halves(uint16_t *y, vf x, const int bf16) {
+#if BYTES == 64
+    _mm256_storeu_si256((__m256i *)(void *)y, to_half((__m512i)x, bf16));
+#elif BYTES == 32 || defined(SID_HAS_NEON)
+    store_half(y, x, bf16);
+#else
+    for (int j = 0; j < WIDE; j++) y[j] = bf16 ? sid_f32_to_bf16(x[j]) : sid_f32_to_f16(x[j]);
+#endif
+}
+INLINE void half_body_drawn_as(const float *x, uint16_t *y, const uint16_t *u, uint32_t n, float s, float max,
+                               const int bf16) {
+    const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
+    uint32_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i);
+        const vi k = keys(v), sign = bits(v) ^ k;
+        const vf c = (vf)(either((k > top) & (k < (int32_t)SID_KEY_INF), top, k) | sign);
+        store_halves(y + i, drawn_halves(c * s, load_draws(u, i, SID_ROUND_DRAW16), bf16), bf16);
+    }
+    for (; i < n; i++) {
+        const float half = drawn_half(clamped_one(x[i], max) * s, u[i], bf16);
+        y[i] = bf16 ? sid_f32_to_bf16(half) : sid_f32_to_f16(half);
+    }
+}
+INLINE void half_keep_drawn_as(float *x, const uint16_t *u, uint32_t n, float s, float inverse, float max,
+                               const int bf16) {
+    const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
+    uint32_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i);
+        const vi k = keys(v), sign = bits(v) ^ k;
+        const vf c = (vf)(lower(k, top) | sign) * s;
+        store(x + i, v - drawn_halves(c, load_draws(u, i, SID_ROUND_DRAW16), bf16) * inverse);
+    }
+    for (; i < n; i++) x[i] -= drawn_half(clamped_one(x[i], max) * s, u[i], bf16) * inverse;
+}
+static void half_body_drawn(const float *x, uint16_t *y, const uint16_t *u, uint32_t n, float s, float max, int bf16) {
+    if (bf16)
+        half_body_drawn_as(x, y, u, n, s, max, 1);
+    else
+        half_body_drawn_as(x, y, u, n, s, max, 0);
+}
+static void half_keep_drawn(float *x, const uint16_t *u, uint32_t n, float s, float inverse, float max, int bf16) {
+    if (bf16)
+        half_keep_drawn_as(x, u, n, s, inverse, max, 1);
+    else
+        half_keep_drawn_as(x, u, n, s, inverse, max, 0);
 }
 
 /* y = x * s, past the caches or not, and x = 0; whether y is finite. Past them in two loops: other stores between these

@@ -102,6 +102,8 @@
     .scale = scale, \
     .half_body = half_body, \
     .half_keep = half_keep, \
+    .half_body_drawn = half_body_drawn, \
+    .half_keep_drawn = half_keep_drawn, \
     .half_words = half_words, \
     .drain = drain, \
     .fence = fence, \

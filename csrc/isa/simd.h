@@ -238,6 +238,9 @@ typedef struct sid_simd {
      * key(x) >= key. Half: float16, or bfloat16. */
     void (*half_body)(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16);
     void (*half_keep)(float *x, uint32_t n, uint32_t key, float s, float inverse, float max, int bf16);
+    /* The same at random, by 16 bits an element (bits.h); every element was sent. max: a number of the half format. */
+    void (*half_body_drawn)(const float *x, uint16_t *y, const uint16_t *u, uint32_t n, float s, float max, int bf16);
+    void (*half_keep_drawn)(float *x, const uint16_t *u, uint32_t n, float s, float inverse, float max, int bf16);
     /* Moves the fields of halves to where float32 has them: the sign to bit 31, the exponent field, as it is, to 23 and up. */
     void (*half_words)(const uint16_t *x, uint32_t *u, uint32_t n, int bf16);
     /* y = x * s, past the caches or not; x = 0. 1: all of y is finite. fence makes such stores visible to other threads. */

@@ -1,36 +1,48 @@
 /* none, fp16, bf16 (csrc/codec/linear.c defines the result). Every element is rounded to the body's type at its own place, so
  * one pass reads gradient and memory, and writes acc and the body. The bodies are summed on the way.
+ * Rounding at random draws the bits of four elements at a time, those of the last step's again for what is kept.
  * Bytes per float32 element: fp16 and bf16 14 with a residual (12 of error feedback, 2 of body) and 6 without; none 8. The
  * limit is memory bandwidth. */
 #include "linear.cuh"
 
 namespace {
 
-struct linear {
+template <bool DRAWS> struct linear {
     enum {
         REREADS = 0,
         RAW = 1
     };
-    struct shared {};
+    struct shared {
+        sid_draw last; /* of the last step */
+    };
     struct unit {};
     uint8_t *body;
     float scale;
-    sid_dtype dtype;          /* of the body */
-    bool clamps;              /* a codec that rounds: what is finite stays so */
+    sid_dtype dtype; /* of the body */
+    bool clamps;     /* a codec that rounds: what is finite stays so */
+    sid_draw draw;
+    const sid_state *state;
     sid_linear_ending ending; /* without scratch: none */
 
     __device__ float scaled(float x, float s) const {
         if (clamps && sid_key(x) < SID_KEY_INF) {
-            const bool one_rank = s == 1.0f;
-            const float max = dtype == SID_F16 ? (one_rank ? 65504.0f : 65376.0f)
-                                               : sid_bits_f32(one_rank ? 0x7f7f0000u : 0x7f7c0000u);
+            const float max = linear_limit(dtype, s == 1.0f, DRAWS);
             x = x > max ? max : x < -max ? -max : x;
         }
         /* A product with a NaN is 0x7fffffff on a device; the wire keeps the NaN's own bits, quiet, as the CPU does. */
         return sid_key(x) > SID_KEY_INF ? sid_bits_f32(sid_f32_bits(x) | 0x400000u) : x * s;
     }
 
-    __device__ void begin(shared &) const {}
+    __device__ float rounded(float x, uint32_t u) const {
+        return !DRAWS ? x : dtype == SID_F16 ? sid_f16_dithered(x, u) : sid_bf16_dithered(x, u);
+    }
+
+    __device__ void begin(shared &s) const {
+        if constexpr (DRAWS) {
+            if (threadIdx.x == 0) s.last = state->draw;
+            __syncthreads();
+        }
+    }
     __device__ void end(shared &) const {}
     __device__ void close(sid_scratch *scratch) const {
         if (ending.scratch && sid_comes_last(scratch, gridDim.x)) sid_linear_end(ending);
@@ -38,18 +50,22 @@ struct linear {
     __device__ void start(shared &, unit &) const {}
     __device__ void done(shared &, unit &, uint64_t) const {}
 
-    __device__ void draws(const shared &, uint64_t, uint32_t (&)[SID_QUAD]) const {}
-    __device__ float keep(const shared &, const sid_rule &rule, float acc, uint64_t, uint32_t) const {
+    __device__ void draws(const shared &s, uint64_t i, uint32_t (&u)[SID_QUAD]) const {
+        if (DRAWS) sid_draws16(s.last, i, u);
+    }
+    __device__ float keep(const shared &, const sid_rule &rule, float acc, uint64_t, uint32_t u) const {
         if (rule.scale == 0) return acc;
-        float sent = scaled(acc, rule.scale);
+        float sent = rounded(scaled(acc, rule.scale), u);
         if (dtype != SID_F32) sent = sid_decode_half(sid_encode_half(sent, dtype), dtype);
         return acc - sent * rule.inverse;
     }
 
     __device__ void quad(shared &, unit &, float (&x)[SID_QUAD], uint64_t i, uint32_t count) const {
         uint8_t *p = body + i * sid_width(dtype); /* payloads begin at 64 bytes: aligned to a quad */
+        uint32_t u[SID_QUAD] = {};
+        if (DRAWS) sid_draws16(draw, i, u);
 #pragma unroll
-        for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = scaled(x[c], scale);
+        for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = rounded(scaled(x[c], scale), u[c]);
         if (count == SID_QUAD)
             sid_store_quad(p, dtype, x);
         else
@@ -58,23 +74,35 @@ struct linear {
     }
 };
 
-sid_status encode(sid_cuda_encoding &c) {
+template <bool DRAWS> sid_status encode_with(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     const float scale = 1.0f / (float)sid_linear_ranks(c);
     const bool lossless = p->codec->info.traits & SID_LOSSLESS;
-    const linear codec = {c.payload + SID_HEADER_BYTES, scale, p->sizes.body_dtype,
-                          p->sizes.body_dtype != SID_F32 && !lossless,
-                          c.settles ? sid_linear_ending() : sid_linear_ending_of(c, p->n, sid_linear_rule(c), 1)};
+    sid_linear_ending ending = sid_linear_ending_of(c, p->n, sid_linear_rule(c), 1);
+    if (!DRAWS) {
+        ending.head.salt = 0;
+        ending.draw = sid_draw();
+    }
+    const linear<DRAWS> codec = {c.payload + SID_HEADER_BYTES,
+                                 scale,
+                                 p->sizes.body_dtype,
+                                 p->sizes.body_dtype != SID_F32 && !lossless,
+                                 sid_draw_of(p, c.step),
+                                 c.state,
+                                 c.settles ? sid_linear_ending() : ending};
     const uint64_t chunks = p->n ? sid_chunks(p->n) : 1;
     const sid_vectors vectors = sid_vectors_of(c);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s)
         s = sid_with_memory_of(c, [&](auto memory) {
-            return sid_launch(c.to, "encode", sid_pass_kernel<decltype(memory), linear>,
+            return sid_launch(c.to, "encode", sid_pass_kernel<decltype(memory), linear<DRAWS>>,
                               sid_blocks(c.to, chunks, SID_PASS_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
                               vectors, (float *)nullptr, memory, codec);
         });
     return s || c.settles ? s : sid_linear_cover(c);
+}
+sid_status encode(sid_cuda_encoding &c) {
+    return linear_form_of(c.plan).draws ? encode_with<true>(c) : encode_with<false>(c);
 }
 
 /* ---- decode ---------------------------------------------------------------------------------------------------- */
@@ -229,7 +257,7 @@ sid_status decode(sid_cuda_decoding &c) {
     const bool looks = c.state;
     sid_status s = looks ? sid_begin_decode(c, sizeof *c.scratch) : SID_OK;
     if (!s && looks) s = sid_launch(c.to, "look", sid_look_kernel, grid, SID_BLOCK, 0, c.scratch, b, p->n);
-    if (!s) s = sid_linear_check(c, p->n, found, looks);
+    if (!s) s = sid_linear_check(c, p->n, found, looks, linear_form_of(p).draws);
     if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,

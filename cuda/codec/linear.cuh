@@ -9,6 +9,7 @@
 #define SID_LINEAR_CUH
 
 #include "../core/codec.cuh"
+#include "codec/linear.h"
 
 enum {
     SID_SEAL_BLOCK = 64
@@ -21,6 +22,7 @@ struct sid_linear_ending {
     uint64_t count; /* elements of the body */
     float scale;    /* 1 / world */
     sid_rule rule;
+    sid_draw draw;
     uint8_t *payload;
     uint64_t used, bytes; /* of the payload: where the body ends, and where the payload does; zeros lie between */
     sid_state *state;
@@ -45,7 +47,7 @@ __device__ inline void sid_linear_end(const sid_linear_ending &e) {
     const uint32_t bad = sid_found(&e.scratch->nonfinite);
     sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, e.count, e.scale, 0);
     e.state->rule = e.rule;
-    e.state->draw = sid_draw();
+    e.state->draw = e.draw;
     e.state->steps++;
     if (e.stats) *e.stats = {e.count, e.count, bad, e.scale, 0, e.passes};
 }
@@ -62,6 +64,7 @@ inline sid_linear_ending sid_linear_ending_of(const sid_cuda_encoding &c, uint64
             count,
             1.0f / (float)sid_linear_ranks(c),
             rule,
+            sid_draw_of(p, c.step),
             c.payload,
             SID_HEADER_BYTES + sid_width(p->sizes.body_dtype) * p->sizes.body_count,
             p->sizes.payload,
@@ -162,11 +165,14 @@ static __global__ void __launch_bounds__(SID_BLOCK)
 }
 
 /* begun: sid_begin_decode has been called, because the codec has looked at the payloads before. Else the check does the
- * same in one more block. */
-inline sid_status sid_linear_check(const sid_cuda_decoding &c, uint64_t count, sid_found_part *found, bool begun) {
+ * same in one more block. draws: of a codec that may, whether this plan's payloads have a salt. */
+inline sid_status sid_linear_check(const sid_cuda_decoding &c, uint64_t count, sid_found_part *found, bool begun,
+                                   bool draws = true) {
     const sid_covered k = sid_covered_of(c);
+    sid_expect expect = sid_expect_of(c);
+    expect.draws &= draws;
     return sid_launch(c.to, "check", sid_linear_check_kernel, (uint64_t)k.each * k.count + !begun, SID_BLOCK, 0,
-                      c.group, c.scratch, k, found, count, sid_expect_of(c), c.gate, c.report, c.state);
+                      c.group, c.scratch, k, found, count, expect, c.gate, c.report, c.state);
 }
 
 #endif

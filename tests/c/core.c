@@ -14,6 +14,7 @@ void test_sizing(void);
 void test_refusals(void);
 void test_calls_refused(void);
 void test_half_formats(void);
+void test_half_draws(void);
 void test_checksum(void);
 void test_scale(void);
 void test_cuda_absent(void);
@@ -302,6 +303,59 @@ void test_half_formats(void) {
                   (double)x);
         }
     }
+}
+
+/* The bit pattern of the largest number of a half format that is at most x. */
+static uint32_t half_below(float x, int bf) {
+    uint32_t low = 0, high = bf ? 0x7f7f : 0x7bff;
+    while (low < high) {
+        const uint32_t mid = (low + high + 1) / 2;
+        const float at = bf ? sid_bf16_to_f32((uint16_t)mid) : sid_f16_to_f32((uint16_t)mid);
+        if (at <= x)
+            low = mid;
+        else
+            high = mid - 1;
+    }
+    return low;
+}
+
+/* Of all 2^16 draws as many lead away from zero as x's distance from its inner neighbour says; judged in double. */
+void test_half_draws(void) {
+    rng r = {2};
+    for (int i = 0; i < 120; i++)
+        for (int bf = 0; bf < 2; bf++) {
+            const float most = bf ? sid_bits_f32(0x7f7f0000) : 65504.0f;
+            float x = sid_bits_f32((uint32_t)rng_next(&r) & 0x7fffffff);
+            const int where = i % 6;
+            if (where < 3) x = ldexpf((float)(rng_next(&r) & 0xffffff), -24 - (int)rng_below(&r, 16)); /* 2^-39 to 1 */
+            if (where == 3) x = ldexpf((float)rng_below(&r, 2048), bf ? -133 : -24);                   /* numbers */
+            if (where == 4 && !bf) x = ldexpf((float)(rng_next(&r) & 0xffffff), -20);
+            if (!(x <= most)) x = most;
+            const uint32_t below = half_below(x, bf);
+            const double low = (double)(bf ? sid_bf16_to_f32((uint16_t)below) : sid_f16_to_f32((uint16_t)below));
+            const double high =
+                (double)(bf ? sid_bf16_to_f32((uint16_t)(below + 1)) : sid_f16_to_f32((uint16_t)(below + 1)));
+            const double share = floor(((double)x - low) / (high - low) * 65536 + 0.5);
+            const int exact = (double)x == low;
+            int ups = 0, odd = 0;
+            for (uint32_t draw = 0; draw < 65536; draw++) {
+                const float y = bf ? sid_bf16_dithered(x, draw) : sid_f16_dithered(x, draw);
+                const float z = bf ? sid_bf16_dithered(-x, draw) : sid_f16_dithered(-x, draw);
+                ups += (double)y == high;
+                odd |= ((double)y != low && (double)y != high) || sid_f32_bits(z) != (sid_f32_bits(y) | 0x80000000u);
+            }
+            CHECK(!odd, "%a became no neighbour, or another one with the other sign", (double)x);
+            CHECK((double)ups == share && (!exact || !ups), "%a: %d of 65536 draws go up, not %g", (double)x, ups,
+                  share);
+        }
+    const uint32_t special[] = {0, 0x80000000u, 0x7f800000u, 0xff800000u, 0x7fc12345u, 0x7f800001u};
+    for (uint32_t draw = 0; draw < 65536; draw += 13)
+        for (int i = 0; i < 6; i++)
+            CHECK(sid_f32_bits(sid_f16_dithered(sid_bits_f32(special[i]), draw)) == special[i] &&
+                      sid_f32_bits(sid_bf16_dithered(sid_bits_f32(special[i]), draw)) == special[i],
+                  "%08x does not stay with %x", special[i], draw);
+    CHECK(sid_f16_dithered(65504, 65535) == 65504.0f, "the largest number became Inf");
+    CHECK(sid_bf16_dithered(sid_bits_f32(0x7f7f0000), 65535) == sid_bits_f32(0x7f7f0000), "the largest became Inf");
 }
 
 void test_checksum(void) {

@@ -13,6 +13,7 @@
     X(refusals)                                                                                                        \
     X(calls_refused)                                                                                                   \
     X(half_formats)                                                                                                    \
+    X(half_draws)                                                                                                      \
     X(checksum)                                                                                                        \
     X(checksum_keys)                                                                                                   \
     X(checksum_triples)                                                                                                \

@@ -583,9 +583,10 @@ def test_every_half(codec: str, dtype: str) -> None:
             (h << 16) + d for d in (0x7FFF, 0x8000, 0x8001)
         ]
         elements = np.concatenate(near).astype(np.uint32).view(np.float32)
-    device, host = pair(codec, {}, "none", len(elements), dtype)
-    on_device, on_host = both(elements, [len(elements)])
-    assert device.encoded(on_device, Step()) == host.encode(on_host, Step())
+    for settings in variants(codec):
+        device, host = pair(codec, settings, "none", len(elements), dtype)
+        on_device, on_host = both(elements, [len(elements)])
+        assert device.encoded(on_device, Step()) == host.encode(on_host, Step()), settings
 
 
 @pytest.mark.parametrize("memory", [m for m in MEMORIES if m != "none"])

@@ -240,7 +240,7 @@ SLICED: list[tuple[str, str, dict[str, Any]]] = [  # what two-shot takes: codec,
     ("int4", "momentum", {}),
     ("sidco-p", "residual", {**DENSE, "values": "log4"}),
     ("deadzone", "residual", {"bits": 1.5}),
-    ("bf16", "residual", {}),
+    ("bf16", "residual", {"rounding": "stochastic"}),
     ("fp16", "dgc", {}),
     ("none", "none", {}),
 ]
@@ -255,7 +255,7 @@ WHOLE = [  # slices that are all whole, or all but the last: encodes in the laun
     for i, (codec, world, n, memory, settings) in enumerate(
         [
             ("int8", 4, 4 * 1344, "residual", {}),
-            ("bf16", 3, 3 * 1344, "residual", {}),
+            ("bf16", 3, 3 * 1344, "residual", {"rounding": "stochastic"}),
             ("int4", 5, 9001, "momentum", {}),
             ("int2", 3, 3 * 2048, "residual", {}),
             ("ternary", 6, 7001, "residual", {}),

@@ -55,7 +55,7 @@ ALL = {
     "torus1": TORUS,
     "twoshot": TWOSHOT,
     "twoshot-int8": BYTES,
-    "twoshot-bf16": {"codec": "bf16", "exchange": "twoshot"},
+    "twoshot-bf16": {"codec": "bf16", "exchange": "twoshot", "rounding": "stochastic"},
     "hierarchical": NODES,
     "hierarchical-twoshot": {**NODES, "within": "twoshot"},
     "hierarchical-fp16": {**NODES, "codec": "fp16", "density": None},

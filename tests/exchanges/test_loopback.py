@@ -313,6 +313,60 @@ def test_sixteen_bits_are_summed_in_float32(codec: str, world: int) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
+def drawn(x: Array, codec: str, **at: int) -> Array:
+    """What a payload of 16 bits an element, rounded at random, says of x; by the reference."""
+    made = ref.CODECS[codec](0, len(x), "float32", {"rounding": "stochastic"})
+    with np.errstate(all="ignore"):
+        return made.encode(x.astype(F32), x, ref.Step(**at)).decoded  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_both_shots_draw_from_streams_of_their_own(codec: str, world: int) -> None:
+    """Against the composition of its parts. What the ranks keep, and what is kept for all, is the rest."""
+    n, seed = 3001, 11
+    size = up(up(n, world), 64) * 64
+    x = Loopback(world, "twoshot", codec, n, seed=seed, rounding="stochastic")
+    kept, for_all = [np.zeros(n, F32) for _ in range(world)], np.zeros(n, F32)
+    for step in range(3):
+        g = gradients(world, n, seed=step)
+        expected = np.empty(n, F32)
+        for s in range(world):
+            part = slice(s * size, min(n, (s + 1) * size))
+            first = {"step": step, "seed": seed, "group": (s + 1) << 16}
+            total: Array | None = None
+            for r in range(world):
+                acc = g[r][part] + kept[r][part]
+                sent = drawn(acc, codec, rank=r, **first)
+                kept[r][part] = acc - sent
+                total = sent if total is None else total + sent
+            assert total is not None
+            mean = total * F32(1 / world) + for_all[part]
+            second = {"step": step, "seed": seed, "group": ((s | 0x8000) + 1) << 16 & 0xFFFFFFFF}
+            expected[part] = drawn(mean, codec, rank=s, **second)
+            for_all[part] = mean - expected[part]
+        np.testing.assert_array_equal(np.asarray(x.step(g)), expected)
+    for r in range(world):
+        np.testing.assert_array_equal(x.residual(r)[0], kept[r])
+    np.testing.assert_array_equal(np.sum([x.residual(r)[1] for r in range(world)], axis=0), for_all)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+def test_rounding_at_random_is_right_on_average_by_two_shot(codec: str) -> None:
+    """Of ranks whose gradients are alike: rounded to nearest, all err to the same side in every step."""
+    world, n, steps = 4, 4000, 300
+    step = 2.0 ** (-7 if codec == "bf16" else -10)  # between two numbers of 16 bits, from 1 on
+    g = [np.full(n, 1 + 0.3 * step, F32)] * world
+    off = {}
+    for how in ("nearest", "stochastic"):
+        x = Loopback(world, "twoshot", codec, n, memory="none", rounding=how)
+        means = [np.asarray(x.step(g), np.float64).mean() for _ in range(steps)]
+        off[how] = abs(np.mean(means) - float(g[0][0])) / step
+    assert off["nearest"] > 0.29
+    # four ranks' draws, and the draw of the mean, of 0.3 each at most: one standard error is below 6e-4
+    assert off["stochastic"] < 5 * 0.6 / np.sqrt(n * steps)
+
+
 def test_two_shot_applies_the_memorys_weights_once() -> None:
     """What is kept for all has none: the mean would be weighted a second time."""
     g = gradients(3, 3001)

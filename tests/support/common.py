@@ -44,10 +44,10 @@ def fits(codec: str, memory: str) -> bool:
 def _kinds() -> list[str]:
     """The first codec of each kind that the hook could tell apart, of those that want error feedback or
     nothing. What differs within a kind is the core's, and test_codecs.py judges it; every codec runs
-    through the hook in test_exchange.py."""
+    through the hook in test_exchange.py, those of several reductions in test_reductions.py."""
     kinds: dict[object, str] = {}
     for c in CODECS.values():
-        if fits(c.name, "none") and (c.lossless or c.memory != "none"):
+        if "reductions" not in c.traits and fits(c.name, "none") and (c.lossless or c.memory != "none"):
             kinds.setdefault(c.traits & {"linear", "lossless", "sparse", "stochastic"}, c.name)
     return list(kinds.values())
 

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reference.formats import HEADER_BYTES, LIMITS, STORAGE, Array, Settings, _pad, from_f32, to_f32
+from reference.formats import (
+    HEADER_BYTES,
+    LIMITS,
+    STORAGE,
+    Array,
+    Settings,
+    _pad,
+    beside,
+    from_f32,
+    to_f32,
+)
+from reference.streams import Stream, salt_of
 
 
 @dataclass
@@ -58,11 +69,40 @@ class Codec:
 class Linear(Codec):
     """none, fp16, bf16: body = round(clamp(acc) * (1/world)), as plain DDP divides; body * world has left.
 
-    fp16 and bf16 clamp to the format's largest value, a little below it where several ranks are summed.
+    fp16 and bf16 clamp to the format's largest value, a little below it where several ranks are summed. They
+    round to nearest; or at random to one of the two neighbors, to the farther one from 0 as often as 16 bits
+    can say the distance from the other, in units of their distance.
     """
 
     body: str | None = None
     linear: bool = True
+
+    @property
+    def draws(self) -> bool:
+        return self.settings.get("rounding") == "stochastic"
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]  # beside a float16 of 2^-24 little may have been acc
+        return not (self.draws and self.body_dtype == "float16")
+
+    @property
+    def contracts(self) -> bool:  # type: ignore[override]
+        return not self.draws
+
+    def salt(self, at: Step) -> int:
+        return salt_of(at.seed, at.rank) if self.draws else 0
+
+    def rounded(self, x: Array, at: Step) -> Array:
+        if not self.draws:
+            return from_f32(x, self.body_dtype)
+        out, some = from_f32(x, self.body_dtype), np.isfinite(x)
+        inner, outer = beside(np.abs(x[some]), self.body_dtype)
+        gap = np.where(outer > inner, outer - inner, 1)
+        share = np.floor((np.abs(x[some]).astype(np.float64) - inner) / gap * 2.0**16 + 0.5)
+        farther = share + Stream(self.salt(at), at.group, at.step).draw16(self.n)[some] >= 2**16
+        number = np.copysign(np.where(farther, outer, inner), x[some]).astype(np.float32)
+        out[some] = from_f32(number, self.body_dtype)
+        return out
 
     @property
     def body_dtype(self) -> str:
@@ -79,9 +119,9 @@ class Linear(Codec):
         factor = np.float32(1) / np.float32(at.world)
         with np.errstate(all="ignore"):
             if not self.lossless:
-                limit = LIMITS[self.body_dtype][at.world > 1]
+                limit = LIMITS[self.body_dtype][(1 + self.draws) * (at.world > 1)]
                 acc = np.clip(acc, -limit, limit)
-            body = from_f32(acc * factor, self.body_dtype)
+            body = self.rounded(acc * factor, at)
             decoded = to_f32(body, self.body_dtype) * np.float32(at.world)
             # The gradient's own NaN and Inf travel in the body, so that the sum shows them on every rank.
             carried = np.where(np.isfinite(gradient), to_f32(body, self.body_dtype), gradient)

@@ -20,9 +20,9 @@ FLT_MAX = np.float32(np.finfo(np.float32).max)
 
 HALF_MAX = {"float16": np.float32(65504.0), "bfloat16": np.uint32(0x7F7F0000).view(np.float32)}
 
-LIMITS = {  # of what a linear body carries: one rank, several ranks
-    "float16": (np.float32(65504.0), np.float32(65376.0)),
-    "bfloat16": (HALF_MAX["bfloat16"], np.uint32(0x7F7C0000).view(np.float32)),
+LIMITS = {  # of what a linear body carries: one rank, several ranks, several that round at random
+    "float16": (np.float32(65504.0), np.float32(65376.0), np.float32(65344.0)),
+    "bfloat16": (HALF_MAX["bfloat16"], *np.array([0x7F7C0000, 0x7F7B0000], np.uint32).view(np.float32)),
 }
 
 STORAGE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16),
@@ -75,6 +75,15 @@ def from_f32(x: Array, dtype: str) -> Array:
         nan = u >> 16 & 0x8000 | 0x7E00 | u >> 13 & 0x1FF
         out = np.where(np.isnan(x), nan, out.view(np.uint16)).astype(np.uint16).view(np.float16)
     return out
+
+
+def beside(x: Array, dtype: str) -> tuple[Array, Array]:
+    """The largest number of a half format that is at most x, and the next one (x itself, where x is the
+    largest of all); x is finite and not negative. float64."""
+    every = np.arange(0x7C00 if dtype == "float16" else 0x7F80, dtype=np.uint16).view(STORAGE[dtype])
+    numbers = to_f32(every, dtype).astype(np.float64)
+    at = np.searchsorted(numbers, x, "right") - 1
+    return numbers[at], numbers[np.minimum(at + 1, len(numbers) - 1)]
 
 
 def from_f32_saturating(x: Array, dtype: str) -> Array:
