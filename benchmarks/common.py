@@ -16,10 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 from sidcomp import _core
 
-from benchmarks import compact_json
+from benchmarks import compact_json, payloads
 from benchmarks.compact_json import RESULTS, cell
 
-__all__ = ["RESULTS", "cell", "machine", "race", "ratio", "report", "summary", "version"]
+__all__ = ["RESULTS", "cell", "machine", "race", "ratio", "report", "summary", "version", "write"]
 
 
 class Timing(NamedTuple):
@@ -118,5 +118,13 @@ def report(
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    record = {"title": title, "note": note, "machine": where, **(more or {}), "rows": rows}
-    (out / f"{name}.json").write_text(compact_json.dumps(record))
+    write(
+        out / f"{name}.json", {"title": title, "note": note, "machine": where, **(more or {}), "rows": rows}
+    )
+
+
+def write(file: Path, record: dict[str, Any]) -> None:
+    """Writes a result, with what the payloads of its codecs are today."""
+    found = record.pop("rows", [])
+    record |= {"payloads": payloads.of({**record, "rows": found}), "rows": found}
+    file.write_text(compact_json.dumps(record))

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import common, compact_json, tables  # noqa: E402
+from benchmarks import common, compact_json, payloads, tables  # noqa: E402
 from benchmarks.papers import claims  # noqa: E402
 
 ROWS = [{"a": 1, "b": [2.5, "x y"]}, {"a": None, "c": {"d": True}}]
@@ -44,6 +44,21 @@ def test_what_is_committed_is_compact_and_can_be_shown(file: Path) -> None:
     assert text == compact_json.dumps(record)
     page = compact_json.page(record)
     assert page.startswith(f"# {record['title']}\n") and page.count("\n| ") >= len(record["rows"])
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_no_codecs_payload_has_changed_since_a_result(file: Path) -> None:
+    """Measure it again, or, where the change cannot matter, say so in the commit that edits "payloads"."""
+    record = json.loads(file.read_text())
+    assert set(record["payloads"]) == set(payloads.named(record))
+    assert not payloads.stale(record)
+
+
+def test_a_changed_payload_is_found() -> None:
+    record = {"rows": [{"what": "`topk`, sidco-e+twoshot", "x": "topk4"}]}
+    kept = {**record, "payloads": payloads.of(record)}
+    assert set(kept["payloads"]) == {"topk", "sidco-e"} and not payloads.stale(kept)
+    assert payloads.stale({"payloads": {**kept["payloads"], "topk": "00000000"}}) == ["topk"]
 
 
 def test_a_page_has_title_note_rows_and_machine() -> None:
