@@ -1,12 +1,12 @@
 /* none, fp16, bf16: every element travels, in the group's own dtype or in half. Bodies may be summed (all-reduce), so
  * an encoder divides by the world size before it rounds: the sum is the mean.
  *     body = round(clamp(acc) * s), s = 1/world in float32       sent = body * world       kept = acc - sent
- * fp16 and bf16 clamp at the format's largest value, with several ranks a little below it (65376, 3.35e38), so that the
+ * fp16 and bf16 clamp at the format's largest value, with several ranks a little below it (linear_limit), so that the
  * roundings of the sum over the ranks do not carry a finite mean into Inf; what is cut off is kept.
  *
  * They round to nearest, or at random to one of the two neighbours of acc * s, by 16 bits an element (bits.h), so that a
- * body is right on average. Then it may be a whole step too large instead of half a step, so they clamp a step lower
- * (65344, 3.34e38). keep() draws the same bits again. */
+ * body is right on average. Then it may be a whole step too large instead of half a step, so they clamp a step lower.
+ * keep() draws the same bits again. */
 #include "linear.h"
 
 #include <string.h>
@@ -61,7 +61,7 @@ static const uint16_t *draw(const sid_plan *p, const sid_draw *d, uint64_t offse
 }
 
 static float limit(const sid_plan *p, float s) {
-    return linear_limit(body_dtype(p), s == 1.0f, linear_form_of(p).draws);
+    return linear_limit(body_dtype(p), linear_inverse(s), linear_form_of(p).draws);
 }
 
 /* to = acc * s in the body's dtype, where nothing is rounded but by the product. */

@@ -16,10 +16,15 @@ static inline linear_form linear_form_of(const sid_plan *p) {
     memcpy(&f, p->derived, sizeof f);
     return f;
 }
-/* The largest magnitude that a body of one rank, or of several, carries. */
-SID_HD float linear_limit(sid_dtype body, int one_rank, uint32_t draws) {
-    if (body == SID_F16) return one_rank ? 65504.0f : draws ? 65344.0f : 65376.0f;
-    return sid_bits_f32(one_rank ? 0x7f7f0000u : draws ? 0x7f7b0000u : 0x7f7c0000u);
+/* The largest magnitude that a body in halves carries, so that the bodies of all ranks add up to a finite number even if
+ * every rounding goes up: that of the bodies, half a step of the largest numbers in all or, at random, a whole one, and
+ * those of the sums, half a step for the half of them that are so large, a quarter for a quarter, and so on: less than
+ * ranks / 2 steps. A sum of more than 2^8 or 2^11 equal bodies grows no more. */
+SID_HD float linear_limit(sid_dtype body, float ranks, uint32_t draws) {
+    const uint32_t wide = body == SID_F16, largest = wide ? 0x477fe000u : 0x7f7f0000u,
+                   step = wide ? 1u << 13 : 1u << 16;
+    const uint32_t few = 3 + wide + draws, most = wide ? 1023 : 127, steps = (uint32_t)(ranks / 2);
+    return sid_bits_f32(largest - (ranks == 1 ? 0 : steps < few ? few : steps > most ? most : steps) * step);
 }
 
 /* The factor that undoes header.scale: the sender's world size. */

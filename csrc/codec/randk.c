@@ -124,7 +124,7 @@ static void begin(sid_pass *w) {
 /* Largest magnitude that a body carries: as linear.c's, where bodies are summed or multiplied. */
 static float limit(const sid_plan *p, float s, float times) {
     const int one_rank = s == 1.0f;
-    if (is_half(p)) return (one_rank ? 65504.0f : 65376.0f) / times;
+    if (is_half(p)) return linear_limit(SID_F16, linear_inverse(s), 0) / times;
     return one_rank && times == 1.0f ? 0x1.fffffep127f : sid_bits_f32(0x7f7c0000u) / times;
 }
 

@@ -17,16 +17,16 @@ template <bool DRAWS> struct linear {
     };
     struct unit {};
     uint8_t *body;
-    float scale;
-    sid_dtype dtype; /* of the body */
-    bool clamps;     /* a codec that rounds: what is finite stays so */
+    float scale, ranks; /* 1 / ranks, and of how many ranks the body becomes a part of the sum */
+    sid_dtype dtype;    /* of the body */
+    bool clamps;        /* a codec that rounds: what is finite stays so */
     sid_draw draw;
     const sid_state *state;
     sid_linear_ending ending; /* without scratch: none */
 
-    __device__ float scaled(float x, float s) const {
+    __device__ float scaled(float x, float s, float ranks) const {
         if (clamps && sid_key(x) < SID_KEY_INF) {
-            const float max = linear_limit(dtype, s == 1.0f, DRAWS);
+            const float max = linear_limit(dtype, ranks, DRAWS);
             x = x > max ? max : x < -max ? -max : x;
         }
         /* A product with a NaN is 0x7fffffff on a device; the wire keeps the NaN's own bits, quiet, as the CPU does. */
@@ -55,7 +55,7 @@ template <bool DRAWS> struct linear {
     }
     __device__ float keep(const shared &, const sid_rule &rule, float acc, uint64_t, uint32_t u) const {
         if (rule.scale == 0) return acc;
-        float sent = rounded(scaled(acc, rule.scale), u);
+        float sent = rounded(scaled(acc, rule.scale, rule.inverse), u);
         if (dtype != SID_F32) sent = sid_decode_half(sid_encode_half(sent, dtype), dtype);
         return acc - sent * rule.inverse;
     }
@@ -65,7 +65,7 @@ template <bool DRAWS> struct linear {
         uint32_t u[SID_QUAD] = {};
         if (DRAWS) sid_draws16(draw, i, u);
 #pragma unroll
-        for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = rounded(scaled(x[c], scale), u[c]);
+        for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = rounded(scaled(x[c], scale, ranks), u[c]);
         if (count == SID_QUAD)
             sid_store_quad(p, dtype, x);
         else
@@ -76,7 +76,7 @@ template <bool DRAWS> struct linear {
 
 template <bool DRAWS> sid_status encode_with(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
-    const float scale = 1.0f / (float)sid_linear_ranks(c);
+    const float ranks = (float)sid_linear_ranks(c);
     const bool lossless = p->codec->info.traits & SID_LOSSLESS;
     sid_linear_ending ending = sid_linear_ending_of(c, p->n, sid_linear_rule(c), 1);
     if (!DRAWS) {
@@ -84,7 +84,8 @@ template <bool DRAWS> sid_status encode_with(sid_cuda_encoding &c) {
         ending.draw = sid_draw();
     }
     const linear<DRAWS> codec = {c.payload + SID_HEADER_BYTES,
-                                 scale,
+                                 1.0f / ranks,
+                                 ranks,
                                  p->sizes.body_dtype,
                                  p->sizes.body_dtype != SID_F32 && !lossless,
                                  sid_draw_of(p, c.step),

@@ -104,17 +104,17 @@ struct values {
     float times; /* n/k, which makes the draw unbiased, or 1 */
 
     /* Returns what a body carries for x, before it is rounded to float16: x * s * times, clamped so that a sum over the
-     * ranks does not overflow. s: 1 / world, or 1. */
-    __device__ float scaled(float x, float s) const {
+     * ranks does not overflow. s: 1 / world, or 1; ranks: 1 / s. */
+    __device__ float scaled(float x, float s, float ranks) const {
         const bool one_rank = s == 1.0f;
-        const float most = half                        ? (one_rank ? 65504.0f : 65376.0f) / times
+        const float most = half                        ? linear_limit(SID_F16, ranks, 0) / times
                            : one_rank && times == 1.0f ? 3.402823466e38f
                                                        : sid_bits_f32(0x7f7c0000u) / times;
         return (x > most ? most : x < -most ? -most : x) * (s * times);
     }
     /* Returns what the last step sent of x. */
     __device__ float sent(float x, const sid_rule &rule) const {
-        const float y = scaled(x, rule.scale);
+        const float y = scaled(x, rule.scale, rule.inverse);
         return (half ? sid_from_f16(sid_to_f16(y)) : y) * rule.inverse;
     }
     __device__ uint32_t width() const { return half ? 2 : 4; }
@@ -232,8 +232,9 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_RESIDENT)
             held[mine + r * SID_LANES] = make_float4(y[r][0], y[r][1], y[r][2], y[r][3]);
         }
         __syncthreads();
+        const float ranks = rintf(1.0f / o.scale);
         choose(s, g.n, o.k, o.draw, offset, len, [&](uint64_t entry, uint32_t e) {
-            const float v = o.v.scaled(x[e], o.scale);
+            const float v = o.v.scaled(x[e], o.scale, ranks);
             const uint64_t place = SID_HEADER_BYTES + o.v.width() * entry;
             if (o.v.half) {
                 const uint16_t h = sid_to_f16(v);

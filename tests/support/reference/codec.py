@@ -8,13 +8,13 @@ import numpy as np
 
 from reference.formats import (
     HEADER_BYTES,
-    LIMITS,
     STORAGE,
     Array,
     Settings,
     _pad,
     beside,
     from_f32,
+    limit,
     to_f32,
 )
 from reference.streams import Stream, salt_of
@@ -119,8 +119,8 @@ class Linear(Codec):
         factor = np.float32(1) / np.float32(at.world)
         with np.errstate(all="ignore"):
             if not self.lossless:
-                limit = LIMITS[self.body_dtype][(1 + self.draws) * (at.world > 1)]
-                acc = np.clip(acc, -limit, limit)
+                top = limit(self.body_dtype, at.world, self.draws)
+                acc = np.clip(acc, -top, top)
             body = self.rounded(acc * factor, at)
             decoded = to_f32(body, self.body_dtype) * np.float32(at.world)
             # The gradient's own NaN and Inf travel in the body, so that the sum shows them on every rank.

@@ -20,10 +20,14 @@ FLT_MAX = np.float32(np.finfo(np.float32).max)
 
 HALF_MAX = {"float16": np.float32(65504.0), "bfloat16": np.uint32(0x7F7F0000).view(np.float32)}
 
-LIMITS = {  # of what a linear body carries: one rank, several ranks, several that round at random
-    "float16": (np.float32(65504.0), np.float32(65376.0), np.float32(65344.0)),
-    "bfloat16": (HALF_MAX["bfloat16"], *np.array([0x7F7C0000, 0x7F7B0000], np.uint32).view(np.float32)),
-}
+
+def limit(half: str, world: int, draws: bool = False) -> np.float32:
+    """The largest magnitude that a linear body carries: so many numbers of the format below its largest."""
+    few, most = {"float16": (4, 1023), "bfloat16": (3, 127)}[half]
+    steps = 0 if world == 1 else min(max(world // 2, few + draws), most)
+    bits = int(from_f32(HALF_MAX[half].reshape(1), half).view(np.uint16)[0])
+    return to_f32(np.array([bits - steps], np.uint16).view(STORAGE[half]), half)[0]
+
 
 STORAGE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16),
            "int8": np.dtype(np.int8)}  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reference.codec import Codec, Sent, Step
-from reference.formats import HEADER_BYTES, LIMITS, Array, _pad, from_f32, to_f32
+from reference.formats import HALF_MAX, HEADER_BYTES, Array, _pad, from_f32, to_f32
 
 BLOCK, TILE = 128, 1024
 # of each dtype: bits of the mantissa, and how many of them a plane of bits each holds
@@ -38,7 +38,7 @@ class Lossless(Codec):
         if not self.n:
             return Sent(bytes(64), 0, 0.0, 0, acc.copy(), 0)
         if self.dtype != "float32":
-            acc = np.clip(acc, -LIMITS[self.dtype][0], LIMITS[self.dtype][0])
+            acc = np.clip(acc, -HALF_MAX[self.dtype], HALF_MAX[self.dtype])
         element = from_f32(acc, self.dtype)
         word = element.view(np.uint32 if self.dtype == "float32" else np.uint16).astype(np.int64)
         width = 32 if self.dtype == "float32" else 16

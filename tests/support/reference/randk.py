@@ -11,12 +11,12 @@ from reference.formats import (
     FLT_MAX,
     HALF,
     HEADER_BYTES,
-    LIMITS,
     STORAGE,
     Array,
     _pad,
     from_f32,
     header,
+    limit,
     to_f32,
 )
 from reference.selection import target_count
@@ -82,7 +82,7 @@ class RandK(Codec):
     def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
         world = at.world if self.linear else 1
         divide = np.float32(1) / np.float32(world)
-        top = LIMITS["float16"][world > 1] if self.half else np.uint32(0x7F7C0000).view(np.float32)
+        top = limit("float16", world) if self.half else np.uint32(0x7F7C0000).view(np.float32)
         if not self.half and world == 1 and self.times == 1:
             top = FLT_MAX
         index = self.chosen(Stream(self.salt(at), at.group, at.step))
