@@ -157,6 +157,11 @@ typedef struct sid_codec {
     void (*learn)(const sid_plan *p, sid_state *s, const uint8_t *payload);
 } sid_codec;
 
+/* The functions that every codec has, in the order of their fields. */
+#define SID_STAGES(plan_, begin_, tile_, finish_, keep_, none_, check_, open_, decode_)                                \
+    .plan = plan_, .begin = begin_, .tile = tile_, .finish = finish_, .keep = keep_, .none = none_, .check = check_,   \
+    .open = open_, .decode = decode_
+
 /* ---- memory --------------------------------------------------------------------------------------------------- */
 typedef struct sid_memory {
     sid_info info;

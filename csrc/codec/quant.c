@@ -499,17 +499,10 @@ static const sid_param terngrad_params[] = {
 };
 
 #define QUANT_CODEC(symbol, rows, ...)                                                                                 \
-    const sid_codec sid_codec_##symbol = {.info = {.family = "quantised", SID_PARAMETERS(rows), __VA_ARGS__},          \
-                                          .plan = plan_##symbol,                                                       \
-                                          .begin = begin,                                                              \
-                                          .tile = tile,                                                                \
-                                          .finish = finish,                                                            \
-                                          .written = written,                                                          \
-                                          .keep = keep,                                                                \
-                                          .none = rule_none,                                                           \
-                                          .check = check,                                                              \
-                                          .open = open_all,                                                            \
-                                          .decode = decode}
+    const sid_codec sid_codec_##symbol = {                                                                             \
+        .info = {.family = "quantised", SID_PARAMETERS(rows), __VA_ARGS__},                                            \
+        SID_STAGES(plan_##symbol, begin, tile, finish, keep, rule_none, check, open_all, decode),                      \
+        .written = written}
 
 QUANT_CODEC(int8, int_params, .name = "int8", .wire_id = 48, .traits = SID_STOCHASTIC,
             .paper = "Dettmers et al. 2022 (block-wise quantisation), with even steps",

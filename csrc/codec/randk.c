@@ -230,16 +230,9 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
 }
 
 #define RANDK_CODEC(symbol, ...)                                                                                       \
-    const sid_codec sid_codec_##symbol = {.info = {.family = "sparse", SID_PARAMETERS(params), __VA_ARGS__},           \
-                                          .plan = plan,                                                                \
-                                          .begin = begin,                                                              \
-                                          .tile = tile,                                                                \
-                                          .finish = finish,                                                            \
-                                          .keep = keep,                                                                \
-                                          .none = rule_none,                                                           \
-                                          .check = check,                                                              \
-                                          .open = open_all,                                                            \
-                                          .decode = decode}
+    const sid_codec sid_codec_##symbol = {                                                                             \
+        .info = {.family = "sparse", SID_PARAMETERS(params), __VA_ARGS__},                                             \
+        SID_STAGES(plan, begin, tile, finish, keep, rule_none, check, open_all, decode)}
 
 RANDK_CODEC(randk, .name = "randk", .wire_id = 22,
             .paper = "Stich et al. 2018 (rand_k), with the same draw on every rank",

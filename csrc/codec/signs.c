@@ -325,8 +325,7 @@ static const sid_param params_marsit[] = {
 
 /* The functions of codecs whose magnitude is fixed beforehand. */
 #define FIXED(begin_, decode_)                                                                                         \
-    .plan = plan_one, .begin = begin_, .tile = tile, .finish = finish_fixed, .keep = keep, .none = rule_none,          \
-    .check = check_fixed, .open = open_vote, .decode = decode_
+    SID_STAGES(plan_one, begin_, tile, finish_fixed, keep, rule_none, check_fixed, open_vote, decode_)
 
 const sid_codec sid_codec_signsgd = {
     .info = {.name = "signsgd",
@@ -351,15 +350,7 @@ const sid_codec sid_codec_efsignsgd = {
                     "tensor's elements, as in the paper).",
              .traits = SID_FEEDBACK,
              .wire_id = 33},
-    .plan = plan_one,
-    .begin = begin,
-    .tile = tile_means,
-    .finish = finish_mean,
-    .keep = keep,
-    .none = rule_none,
-    .check = check_one,
-    .open = open_all,
-    .decode = decode,
+    SID_STAGES(plan_one, begin, tile_means, finish_mean, keep, rule_none, check_one, open_all, decode),
 };
 
 const sid_codec sid_codec_onebit = {
@@ -370,15 +361,7 @@ const sid_codec sid_codec_onebit = {
                     "(in the paper, of each column of a matrix).",
              .traits = SID_FEEDBACK,
              .wire_id = 34},
-    .plan = plan_pair,
-    .begin = begin,
-    .tile = tile_means,
-    .finish = finish_means,
-    .keep = keep,
-    .none = rule_none,
-    .check = check_pair,
-    .open = open_all,
-    .decode = decode_pair,
+    SID_STAGES(plan_pair, begin, tile_means, finish_means, keep, rule_none, check_pair, open_all, decode_pair),
 };
 
 const sid_codec sid_codec_signum = {
@@ -406,15 +389,7 @@ const sid_codec sid_codec_ssdm = {
                  "takes two passes. The variance is n - 1 times the squared norm, so error feedback diverges.",
              .traits = SID_STOCHASTIC | SID_UNBIASED,
              .wire_id = 36},
-    .plan = plan_one,
-    .begin = begin,
-    .tile = tile_drawn,
-    .finish = finish_drawn,
-    .keep = keep_drawn,
-    .none = rule_none,
-    .check = check_one,
-    .open = open_all,
-    .decode = decode,
+    SID_STAGES(plan_one, begin, tile_drawn, finish_drawn, keep_drawn, rule_none, check_one, open_all, decode),
 };
 
 const sid_codec sid_codec_marsit = {

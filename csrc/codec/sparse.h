@@ -154,20 +154,13 @@ void sparse_mean_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len
 
 /* All of a sparse codec, whose file has `rescale` and `bounds`. */
 #define SPARSE_CODEC(symbol, rows, plan_, begin_, tile_, finish_, check_, decode_, ...)                                \
-    const sid_codec sid_codec_##symbol = {.info = {.family = "sparse", SID_PARAMETERS(rows), __VA_ARGS__},             \
-                                          .plan = plan_,                                                               \
-                                          .begin = begin_,                                                             \
-                                          .tile = tile_,                                                               \
-                                          .finish = finish_,                                                           \
-                                          .keep = sparse_keep,                                                         \
-                                          .sent_from = sparse_sent_from,                                               \
-                                          .sent_levels = sparse_sent_levels,                                           \
-                                          .none = sparse_none,                                                         \
-                                          .rescale = rescale,                                                          \
-                                          .bound = bounds,                                                             \
-                                          .bounds = sizeof bounds / sizeof *bounds,                                    \
-                                          .check = check_,                                                             \
-                                          .open = sparse_open,                                                         \
-                                          .decode = decode_}
+    const sid_codec sid_codec_##symbol = {                                                                             \
+        .info = {.family = "sparse", SID_PARAMETERS(rows), __VA_ARGS__},                                               \
+        SID_STAGES(plan_, begin_, tile_, finish_, sparse_keep, sparse_none, check_, sparse_open, decode_),             \
+        .sent_from = sparse_sent_from,                                                                                 \
+        .sent_levels = sparse_sent_levels,                                                                             \
+        .rescale = rescale,                                                                                            \
+        .bound = bounds,                                                                                               \
+        .bounds = sizeof bounds / sizeof *bounds}
 
 #endif

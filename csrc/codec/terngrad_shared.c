@@ -192,12 +192,5 @@ const sid_codec sid_codec_terngrad_shared = {
              SID_PARAMETERS(params),
              .doc = "Like terngrad, but all ranks use the largest of their scalers. One all-reduce finds the scaler, "
                     "and a second one sums the codes, which are bytes; for up to 127 ranks."},
-    .plan = plan,
-    .begin = begin,
-    .tile = tile,
-    .finish = finish,
-    .keep = keep,
-    .none = rule_none,
-    .check = check,
-    .open = open_units,
-    .decode = decode};
+    SID_STAGES(plan, begin, tile, finish, keep, rule_none, check, open_units, decode),
+};
