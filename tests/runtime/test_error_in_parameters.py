@@ -22,6 +22,7 @@ from local_training import (
     flat,
     mean,
     network,
+    resumes,
     sgd,
     train,
     updates,
@@ -43,29 +44,6 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"codec": "efsignsgd"}),
     ("AdamW", {"codec": "topk", "density": 0.1, "full_every": 4}),
 ]
-
-
-def beside_ddp(rank: int, world: int) -> float:
-    """SGD and codec none: what DDP does, up to rounding."""
-    ours, module = network(rank), network(0)  # rank 0's parameters count
-    ddp = DistributedDataParallel(module)
-    theirs = OPTIMIZERS["SGD"](module.parameters())
-    with sidcomp.State("none") as state:
-        sgd = OPTIMIZERS["SGD"](ours.parameters())
-        updates("parameters", ours, sgd, state)
-        for step in range(STEPS):
-            for model in (ours, ddp):
-                model.zero_grad()
-                backward(model, rank, step)
-            sgd.step()
-            theirs.step()
-            assert alike(flat(ours))
-    return float((flat(ours) - flat(module)).norm() / flat(module).norm())
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_sgd_without_a_codec_is_ddp(world: int) -> None:
-    assert max(run(beside_ddp, world)) < 1e-5
 
 
 def trains(
@@ -231,13 +209,9 @@ def with_nan(rank: int, world: int, nonfinite: str, delay: int) -> None:
     with sidcomp.State("topk", density=0.2, nonfinite=nonfinite, groups="layer") as state:
         local = updates("parameters", module, optimizer, state, delay=delay)
         for step in range(8):
-            module.zero_grad()
-            backward(module, rank, step)
             with local.common():
                 before = flat(module)
-            if step == 3 and rank == 1:
-                next(module.parameters()).grad[0, 0] = float("nan")
-            optimizer.step()
+            train(module, optimizer, rank, range(step, step + 1), nan=3)
             if step == 3 and not delay:
                 assert torch.equal(flat(module), before - error_of(state, module))
                 with local.common():
@@ -259,12 +233,7 @@ def averaged_with_nan(rank: int, world: int) -> None:
     with sidcomp.State("topk", density=0.2) as state:
         sgd = OPTIMIZERS["SGD"](module.parameters())
         local = updates("parameters", module, sgd, state, every=4)
-        for step in range(6):
-            module.zero_grad()
-            backward(module, rank, step)
-            if step == 5 and rank == 1:
-                next(module.parameters()).grad[0, 0] = float("nan")
-            sgd.step()
+        train(module, sgd, rank, range(6), nan=5)
         assert bool(torch.isfinite(flat(module)).all()) == (rank == 0)
         local.average()
         assert alike(flat(module)) and torch.isfinite(flat(module)).all()
@@ -336,42 +305,6 @@ def test_each_rank_may_have_a_scaler_of_its_own(every: int, fused: bool) -> None
     assert first == 2.0**10 and second == 2.0**10  # halved once from twice as much
 
 
-def resumed(rank: int, world: int, stop: int, every: int, delay: int, noise: str | None) -> bool:
-    """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
-
-    def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
-        module = network(seed)
-        optimizer = OPTIMIZERS["AdamW"](module.parameters())
-        with sidcomp.State("topk", density=0.1) as state:
-            local = updates(
-                "parameters",
-                module,
-                optimizer,
-                state,
-                every=every,
-                delay=delay * every,
-                noise_correction=noise,
-            )
-            if saved is not None:
-                optimizer.load_state_dict(saved["optimizer"])
-                state.load_state_dict(saved["state"])
-                local.load_state_dict(saved["local"])
-            train(module, optimizer, rank, range(first, last))
-            return copy.deepcopy(
-                {
-                    "own": flat(module),
-                    "optimizer": optimizer.state_dict(),
-                    "state": state.state_dict(),
-                    "local": local.state_dict(),
-                }
-            )
-
-    whole = part(0, 0, STEPS, None)
-    again = part(7, stop, STEPS, part(0, 0, stop, None))  # other parameters until the checkpoint is loaded
-    same = all(torch.equal(whole["local"]["point"][n], x) for n, x in again["local"]["point"].items())
-    return same and torch.equal(whole["own"], again["own"])
-
-
 @pytest.mark.parametrize(
     "stop, every, delay, noise",
     [
@@ -380,41 +313,8 @@ def resumed(rank: int, world: int, stop: int, every: int, delay: int, noise: str
     ],
 )
 def test_a_resumed_run_has_the_same_bits(stop: int, every: int, delay: int, noise: str | None) -> None:
-    assert all(run(resumed, 2, stop, every, delay, noise))
-
-
-def on_ranks(rank: int, world: int, path: str, first: bool, delay: int) -> float:
-    module = network(0)
-    optimizer = OPTIMIZERS["AdamW"](module.parameters())
-    with sidcomp.State("topk", density=0.1) as state:
-        local = updates("parameters", module, optimizer, state, delay=delay)
-        if not first:
-            files = [torch.load(f"{path}/{r}", weights_only=True) for r in range(2)]
-            state.load_state_dict([f["state"] for f in files])
-            local.load_state_dict(files[rank % 2]["local"])
-            error = mean(error_of(state, module))
-            before = sum(f["error"].double() for f in files) / world
-            torch.testing.assert_close(error, before, rtol=0, atol=1e-6)
-            with local.common():
-                point = flat(module)
-            assert alike(point)
-            torch.testing.assert_close(flat(module), point - error_of(state, module), rtol=0, atol=0)
-        losses = train(module, optimizer, rank, range(40))
-        if first:
-            kept = {
-                "state": state.state_dict(),
-                "local": local.state_dict(),
-                "error": error_of(state, module),
-            }
-            torch.save(kept, f"{path}/{rank}")
-        return sum(losses[:4]) / 4
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_another_number_of_ranks_takes_over(tmp_path: Any, delay: int) -> None:
-    before = run(on_ranks, 2, str(tmp_path), True, delay)
-    after = run(on_ranks, 3, str(tmp_path), False, delay)
-    assert max(after) < 0.7 * min(before)
+    how = {"every": every, "delay": delay * every, "noise_correction": noise}
+    run(resumes, 2, "parameters", stop, STEPS, {"codec": "topk", "density": 0.1}, how)
 
 
 def evaluated(rank: int, world: int, look: bool, delay: int) -> torch.Tensor:
@@ -477,6 +377,7 @@ def refused(rank: int, world: int, case: str) -> str:
         "host": lambda: updates("parameters", module, optimizer, host=True),
         "deadline": lambda: updates("parameters", module, optimizer, deadline=5.0),
         "memory": lambda: updates("parameters", module, optimizer, sidcomp.State("topk", memory="none")),
+        "qsgd": lambda: updates("parameters", module, optimizer, sidcomp.State("qsgd", memory="none")),
         "momentum": lambda: updates("parameters", module, optimizer, sidcomp.State("topk", memory="dgc")),
         "planned": lambda: updates("parameters", module, optimizer, sidcomp.State("auto"), delay=1),
         "bf16": lambda: updates("parameters", module.bfloat16(), optimizer),
@@ -526,6 +427,7 @@ def refused(rank: int, world: int, case: str) -> str:
         ("host", 'host=True needs error="memory"'),
         ("deadline", 'deadline=5.0 needs error="memory"'),
         ("memory", 'memory="residual"'),
+        ("qsgd", "memory that keeps what was not sent"),
         ("momentum", 'memory="residual"'),
         ("planned", "leave delay out"),
         ("bf16", "autocast"),

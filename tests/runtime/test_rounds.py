@@ -25,7 +25,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import context, run
-from local_training import OPTIMIZERS, alike, flat, go_on, network, updates
+from local_training import OPTIMIZERS, alike, flat, network, resumes, updates
 from local_training import train as train_on
 from sidcomp.local import rendezvous as rounds
 from sidcomp.local.steps import Updates
@@ -350,25 +350,11 @@ def test_if_nobody_is_late_a_deadline_changes_no_bit(codec: str, delay: int) -> 
     assert all(run(beside, 2, codec, delay))
 
 
-def resumed(rank: int, world: int, stop: int, delay: int) -> bool:
-    """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
-
-    def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
-        module = network(seed)
-        adam = OPTIMIZERS["Adam"](module.parameters())
-        outer = updates("outer", module, adam, every=EVERY, delay=delay, deadline=60.0, momentum=0.5)
-        with outer.state as state:
-            names = {"module": module, "optimizer": adam, "state": state, "outer": outer}
-            return go_on(rank, first, last, saved, names)
-
-    whole, again = part(0, 0, 11, None), part(5, stop, 11, part(0, 0, stop, None))
-    same = all(torch.equal(whole["module"][name], x) for name, x in again["module"].items())
-    return same and whole["outer"]["rounds"]["version"] == again["outer"]["rounds"]["version"] == 3
-
-
 @pytest.mark.parametrize("stop, delay", [(7, 2), pytest.param(5, 0, marks=SLOW)])
 def test_a_resumed_run_has_the_same_bits(stop: int, delay: int) -> None:
-    assert all(run(resumed, 2, stop, delay))
+    how = {"every": EVERY, "delay": delay, "deadline": 60.0, "momentum": 0.5}
+    for whole, again in run(resumes, 2, "outer", stop, 11, None, how):
+        assert whole["rounds"]["version"] == again["rounds"]["version"] == 3
 
 
 def on_fewer(rank: int, world: int, path: str, delay: int, lost: int) -> list[float]:
