@@ -192,16 +192,8 @@ typedef struct sid_memory {
 #define SID_MEMORY_DTYPE "memory_dtype"
 extern const char *const sid_memory_dtypes[];
 #define SID_MEMORY_DTYPE_ROW                                                                                           \
-    {                                                                                                                  \
-        .name = SID_MEMORY_DTYPE,                                                                                      \
-        .kind = SID_CHOICE,                                                                                            \
-        .dflt = 0,                                                                                                     \
-        .min = 0,                                                                                                      \
-        .max = 1,                                                                                                      \
-        .unit = "",                                                                                                    \
-        .choices = sid_memory_dtypes,                                                                                  \
-        .doc = "What the memory is stored in. bfloat16 takes half the bytes and is rounded at random; CPU only.",      \
-    }
+    SID_CHOICE_ROW(SID_MEMORY_DTYPE, sid_memory_dtypes, 0, 1,                                                          \
+                   "What the memory is stored in. bfloat16 takes half the bytes and is rounded at random; CPU only.")
 
 /* ---- helpers --------------------------------------------------------------------------------------------------- */
 /* Writes err->text; returns s. */

@@ -472,13 +472,8 @@ static void decode_parts(sid_gather *g, float *const *out, uint64_t offset, uint
 /* ---- registry ------------------------------------------------------------------------------------------------ */
 
 static const sid_param params[] = {
-    [DEADZONE_BITS] = {.name = "bits",
-                       .kind = SID_REAL,
-                       .dflt = .8,
-                       .min = .1,
-                       .max = 2,
-                       .unit = "bits an element",
-                       .doc = "Size of a payload in bits for each element. Groups of few elements take more."},
+    [DEADZONE_BITS] = SID_NUMBER_ROW("bits", SID_REAL, .8, .1, 2, "bits an element",
+                                     "Size of a payload in bits for each element. Groups of few elements take more."),
 };
 
 const sid_codec sid_codec_deadzone = {

@@ -242,15 +242,10 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
 
 static const char *const roundings[] = {"nearest", "stochastic", NULL};
 static const sid_param params[] = {
-    [MICRO_ROUNDING] = {.name = "rounding",
-                        .kind = SID_CHOICE,
-                        .dflt = 0,
-                        .min = 0,
-                        .max = 1,
-                        .unit = "",
-                        .choices = roundings,
-                        .doc = "nearest: to the nearest code, ties to even. stochastic: to one of the two neighbors at "
-                               "random, so that the mean is right of what is not cut off."},
+    [MICRO_ROUNDING] =
+        SID_CHOICE_ROW("rounding", roundings, 0, 1,
+                       "nearest: to the nearest code, ties to even. stochastic: to one of the two neighbors at "
+                       "random, so that the mean is right of what is not cut off."),
 };
 
 #define MICRO_CODEC(symbol, ...)                                                                                       \

@@ -32,23 +32,12 @@ __extension__ typedef unsigned __int128 wide;
 static const char *const value_names[] = {"f32", "f16", NULL}, *const scaling_names[] = {"auto", "off", NULL};
 static const sid_param params[] = {
     SPARSE_DENSITY_ROW,
-    {.name = "values",
-     .kind = SID_CHOICE,
-     .dflt = SID_VALUES_F32,
-     .min = 0,
-     .max = SID_VALUES_F16,
-     .unit = "",
-     .choices = value_names,
-     .doc = "Format of the values. The rounding error of float16 stays in the residual."},
-    {.name = "scaling",
-     .kind = SID_CHOICE,
-     .dflt = 0,
-     .min = 0,
-     .max = 1,
-     .unit = "",
-     .choices = scaling_names,
-     .doc = "auto: values are multiplied by n/k, which makes them unbiased, unless a memory keeps what is not sent. "
-            "off: values are sent as they are."},
+    SID_CHOICE_ROW("values", value_names, SID_VALUES_F32, SID_VALUES_F16,
+                   "Format of the values. The rounding error of float16 stays in the residual."),
+    SID_CHOICE_ROW(
+        "scaling", scaling_names, 0, 1,
+        "auto: values are multiplied by n/k, which makes them unbiased, unless a memory keeps what is not sent. "
+        "off: values are sent as they are."),
 };
 
 static int is_linear(const sid_plan *p) { return (p->codec->info.traits & SID_LINEAR) != 0; }

@@ -284,43 +284,24 @@ static const char *const merges[] = {"mean", "draw", NULL};
 
 #define VOTE_PARAMS(dflt_)                                                                                             \
     {                                                                                                                  \
-        {.name = "aggregate",                                                                                          \
-         .kind = SID_CHOICE,                                                                                           \
-         .dflt = (dflt_),                                                                                              \
-         .min = 0,                                                                                                     \
-         .max = 1,                                                                                                     \
-         .unit = "",                                                                                                   \
-         .choices = votes,                                                                                             \
-         .doc = "mean: the mean of the ranks' signs. majority: +-magnitude by majority vote, 0 for a tie."},           \
-        {.name = "magnitude",                                                                                          \
-         .kind = SID_REAL,                                                                                             \
-         .dflt = 1,                                                                                                    \
-         .min = 1e-12,                                                                                                 \
-         .max = 1e12,                                                                                                  \
-         .unit = "",                                                                                                   \
-         .doc = "The magnitude to which a sign decodes: the papers' step size delta over the optimizer's learning "    \
-                "rate."},                                                                                              \
+        SID_CHOICE_ROW("aggregate", votes, (dflt_), 1,                                                                 \
+                       "mean: the mean of the ranks' signs. majority: +-magnitude by majority vote, 0 for a tie."),    \
+        SID_NUMBER_ROW(                                                                                                \
+            "magnitude", SID_REAL, 1, 1e-12, 1e12, "",                                                                 \
+            "The magnitude to which a sign decodes: the papers' step size delta over the optimizer's learning "        \
+            "rate."),                                                                                                  \
     }
 static const sid_param params_signsgd[] = VOTE_PARAMS(MEAN), params_signum[] = VOTE_PARAMS(OTHERWISE);
 
 static const sid_param params_marsit[] = {
-    {.name = "aggregate",
-     .kind = SID_CHOICE,
-     .dflt = OTHERWISE,
-     .min = 0,
-     .max = 1,
-     .unit = "",
-     .choices = merges,
-     .doc = "draw: the sign of one rank, drawn at random, as in Marsit's ring. mean: the mean of the signs, which is "
-            "its expectation."},
-    {.name = "eta_s",
-     .kind = SID_REAL,
-     .dflt = 1e-3,
-     .min = 1e-12,
-     .max = 1e12,
-     .unit = "",
-     .doc = "The magnitude to which a sign decodes, in the gradient's unit: the paper's global step size over its "
-            "local one."},
+    SID_CHOICE_ROW(
+        "aggregate", merges, OTHERWISE, 1,
+        "draw: the sign of one rank, drawn at random, as in Marsit's ring. mean: the mean of the signs, which is "
+        "its expectation."),
+    SID_NUMBER_ROW(
+        "eta_s", SID_REAL, 1e-3, 1e-12, 1e12, "",
+        "The magnitude to which a sign decodes, in the gradient's unit: the paper's global step size over its "
+        "local one."),
 };
 
 /* The functions of codecs whose magnitude is fixed beforehand. */

@@ -173,13 +173,8 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
 }
 
 static const sid_param params[] = {
-    [TERN_CLIP] = {.name = "clip",
-                   .kind = SID_REAL,
-                   .dflt = 2.5,
-                   .min = 0.1,
-                   .max = 1e6,
-                   .unit = "standard deviations",
-                   .doc = "c: magnitudes above c * sigma, of the rank's own elements, become c * sigma (2.5)."},
+    [TERN_CLIP] = SID_NUMBER_ROW("clip", SID_REAL, 2.5, 0.1, 1e6, "standard deviations",
+                                 "c: magnitudes above c * sigma, of the rank's own elements, become c * sigma (2.5)."),
 };
 
 const sid_codec sid_codec_terngrad_shared = {

@@ -17,16 +17,12 @@ enum {
 };
 static const sid_param params[] = {
     SPARSE_PARAM_ROWS,
-    [TOPK_BLOCK] = {.name = "block",
-                    .kind = SID_INT,
-                    .dflt = 0,
-                    .min = 0,
-                    .max = BLOCKS_MOST,
-                    .unit = "elements, a power of two",
-                    .doc = "0: the largest elements of the whole group are sent. From 256 on: the largest of each "
-                           "block of so many elements, max(1, round(density * block)) of them, as SparseLoCo does "
-                           "with 4096. The last block may be shorter and sends the same share. An index takes "
-                           "log2(block) bits where it is not packed, and each block has levels of its own."},
+    [TOPK_BLOCK] =
+        SID_NUMBER_ROW("block", SID_INT, 0, 0, BLOCKS_MOST, "elements, a power of two",
+                       "0: the largest elements of the whole group are sent. From 256 on: the largest of each "
+                       "block of so many elements, max(1, round(density * block)) of them, as SparseLoCo does "
+                       "with 4096. The last block may be shorter and sends the same share. An index takes "
+                       "log2(block) bits where it is not packed, and each block has levels of its own."),
 };
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {

@@ -330,14 +330,10 @@ static void finish(sid_exchange_step *t) {
 }
 
 static const sid_param torus_params[] = {
-    {.name = "rows",
-     .kind = SID_INT,
-     .dflt = 0,
-     .min = 0,
-     .max = SID_MAX_COUNT,
-     .unit = "",
-     .doc = "Number of rows of the torus, a divisor of the number of ranks; rank / columns is the row of a rank. 0: as "
-            "square as possible."},
+    SID_NUMBER_ROW(
+        "rows", SID_INT, 0, 0, SID_MAX_COUNT, "",
+        "Number of rows of the torus, a divisor of the number of ranks; rank / columns is the row of a rank. 0: as "
+        "square as possible."),
 };
 
 const sid_exchange_kind sid_exchange_ring1 = {
