@@ -11,7 +11,7 @@ import sidcomp
 import torch
 from cases import CASES, Trainer, assert_same
 from common import make_state, residuals_of
-from harness import run
+from harness import on_ranks, run
 from local_training import KINDS, updates
 from sidcomp.config.grouping import Regime
 from sidcomp.doors.ddp import register
@@ -417,7 +417,9 @@ def test_the_optimizer_inside_a_wrapper_is_followed() -> None:
     run(wrapped, 1, "bare")
 
 
-def local_wrapped(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_updates_take_wrappers(rank: int, world: int, kind: str) -> None:
     """Updates are exchanged after a step of the optimizer inside, by whichever it was taken."""
     ends = []
     for wrap in (lambda o: o, Wrapper, Bare):
@@ -435,11 +437,6 @@ def local_wrapped(rank: int, world: int, kind: str) -> None:
             assert local.steps == 6 and state.stats()["steps"] == 3
         ends.append(module.weight.detach().clone())
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_updates_take_wrappers(kind: str) -> None:
-    run(local_wrapped, 2, kind)
 
 
 def test_a_wrapper_of_none_or_several_is_told_what_to_give() -> None:

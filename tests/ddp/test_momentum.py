@@ -11,7 +11,7 @@ import sidcomp
 import torch
 from cases import CASES, Trainer
 from common import groups_of
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from sidcomp.doors.optimizer_check import check_optimizer
 from test_switch import MIXED, NAMES, PLAIN, SIDCO, TOPK, Run, scripted
@@ -171,7 +171,17 @@ def test_another_world_size_keeps_the_mean_momentum(
 # ---- steps that are not finite -----------------------------------------------------------------------------
 
 
-def nonfinite_step(rank: int, world: int, codec: str) -> None:
+def nonfinite_elsewhere(r: Velocities) -> None:
+    """The same step on a rank whose own gradient is finite."""
+    fed, applied = ({n: t.clone() for n, t in x.items()} for x in (r.fed, r.applied))
+    u = {n: t.clone() for n, t in r.u.items()}
+    r.step()
+    r.fed, r.applied, r.u = fed, applied, u
+
+
+@pytest.mark.parametrize("codec", ["none", "topk"])
+@on_ranks(2)
+def test_a_step_that_is_not_finite_leaves_velocities_alone(rank: int, world: int, codec: str) -> None:
     more = {"density": 0.05} if codec == "topk" else {}
     r = Velocities(rank, world, codec=codec, candidates=None, groups="model", **more)
     for _ in range(5):
@@ -183,16 +193,3 @@ def nonfinite_step(rank: int, world: int, codec: str) -> None:
         torch.testing.assert_close(after[n], before[n], rtol=1e-5, atol=1e-5)
     r.step()
     assert r.missing() < 1e-3
-
-
-def nonfinite_elsewhere(r: Velocities) -> None:
-    """The same step on a rank whose own gradient is finite."""
-    fed, applied = ({n: t.clone() for n, t in x.items()} for x in (r.fed, r.applied))
-    u = {n: t.clone() for n, t in r.u.items()}
-    r.step()
-    r.fed, r.applied, r.u = fed, applied, u
-
-
-@pytest.mark.parametrize("codec", ["none", "topk"])
-def test_a_step_that_is_not_finite_leaves_velocities_alone(codec: str) -> None:
-    run(nonfinite_step, 2, codec)

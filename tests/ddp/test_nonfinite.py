@@ -24,7 +24,7 @@ from common import (
     residuals_of,
     with_density,
 )  # fmt: skip
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -230,7 +230,8 @@ def test_rescale(codec: str) -> None:
     run(rescaled, 2, codec)
 
 
-def scale_in_checkpoint(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_the_scale_travels_with_the_checkpoint(rank: int, world: int) -> None:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State()
     register(trainer.wrapper, state)
@@ -252,11 +253,9 @@ def scale_in_checkpoint(rank: int, world: int) -> None:
     state.close()
 
 
-def test_the_scale_travels_with_the_checkpoint() -> None:
-    run(scale_in_checkpoint, 2)
-
-
-def overflow_in_the_sum(rank: int, world: int, codec: str) -> None:
+@pytest.mark.parametrize("codec", [*LINEAR, *GATHERED])
+@on_ranks(2)
+def test_the_memory_survives_the_largest_gradients(rank: int, world: int, codec: str) -> None:
     """Gradients that are finite on every rank, but too large for the codec's body or the sum."""
     big = torch.finfo(torch.float32).max
 
@@ -282,8 +281,3 @@ def overflow_in_the_sum(rank: int, world: int, codec: str) -> None:
         assert all(r.isfinite().all() for r in residuals_of(state).values())
     trainer.close()
     state.close()
-
-
-@pytest.mark.parametrize("codec", [*LINEAR, *GATHERED])
-def test_the_memory_survives_the_largest_gradients(codec: str) -> None:
-    run(overflow_in_the_sum, 2, codec)

@@ -16,7 +16,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from common import CODECS, KINDS
-from harness import run
+from harness import on_ranks, run
 from sidcomp import _core
 from sidcomp.autotune import collective_benchmark, probe
 from sidcomp.autotune.collective_benchmark import Exchanging, Overlapped, Series, Wait, Wire, wire_of
@@ -366,7 +366,8 @@ def test_an_exchange_beside_a_backward_pass_is_not_measured_beside_an_endless_on
 # ---- nothing is disturbed ----------------------------------------------------------------------------------
 
 
-def beside_training(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_training_is_not_disturbed(rank: int, world: int) -> None:
     model = torch.nn.Linear(50, 50)
     model(torch.ones(2, 50)).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -383,10 +384,6 @@ def beside_training(rank: int, world: int) -> None:
     assert torch.is_grad_enabled()
     for p, g in zip(model.parameters(), gradients, strict=True):
         assert torch.equal(p.grad, g)
-
-
-def test_training_is_not_disturbed() -> None:
-    run(beside_training, 2)
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------------

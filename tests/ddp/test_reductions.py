@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Case, Trainer, bits, square
 from common import CODECS, Array, flat, groups_of, make_state, residuals_of, shaped
-from harness import run
+from harness import on_ranks, run
 from sidcomp import _core
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.doors.ddp import register
@@ -500,7 +500,26 @@ def owed(state: sidcomp.State, world: int, parameters: list[str]) -> dict[str, A
     return out
 
 
-def switch(rank: int, world: int, first: Settings, second: Settings) -> None:
+PLAIN: Settings = {"codec": "topk", "density": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (PLAIN, TWOSHOT),
+        (TWOSHOT, PLAIN),
+        (PLAIN, NODES),
+        (NODES, PLAIN),
+        (TWOSHOT, {**NODES, "within": "twoshot"}),
+        ({**NODES, "within": "twoshot"}, PLAIN),
+        ({**NODES, "within": "twoshot"}, TWOSHOT),
+        (NODES, {**NODES, "ranks_per_node": 4}),
+    ],
+)
+@on_ranks(4)
+def test_nothing_is_lost_when_the_exchange_changes(
+    rank: int, world: int, first: Settings, second: Settings
+) -> None:
     trainer, state = trained(rank, "cap-small", "bucket", **first)
     for _ in range(4):
         trainer.step()
@@ -528,26 +547,6 @@ def switch(rank: int, world: int, first: Settings, second: Settings) -> None:
         np.testing.assert_allclose(flat(p.grad, p).double().numpy() + after[name], total, atol=1e-5)
     trainer.close()
     other.close()
-
-
-PLAIN: Settings = {"codec": "topk", "density": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (PLAIN, TWOSHOT),
-        (TWOSHOT, PLAIN),
-        (PLAIN, NODES),
-        (NODES, PLAIN),
-        (TWOSHOT, {**NODES, "within": "twoshot"}),
-        ({**NODES, "within": "twoshot"}, PLAIN),
-        ({**NODES, "within": "twoshot"}, TWOSHOT),
-        (NODES, {**NODES, "ranks_per_node": 4}),
-    ],
-)
-def test_nothing_is_lost_when_the_exchange_changes(first: Settings, second: Settings) -> None:
-    run(switch, 4, first, second)
 
 
 def save(rank: int, world: int, settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:

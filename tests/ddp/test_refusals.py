@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Trainer
 from common import CODECS, GATHERED
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register, rewrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -160,7 +160,8 @@ def test_join_is_refused() -> None:
     assert any("join" in text and "drop_last" in text for text in texts), texts
 
 
-def registered_twice(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_second_registration_is_refused(rank: int, world: int) -> None:
     trainer = Trainer(CASES["default"], rank)
     first, second = sidcomp.State(), sidcomp.State()
     register(trainer.wrapper, first)
@@ -170,10 +171,6 @@ def registered_twice(rank: int, world: int) -> None:
     assert first.stats()["steps"] == 1
     trainer.close()
     first.close()
-
-
-def test_a_second_registration_is_refused() -> None:
-    run(registered_twice, 2)
 
 
 def one_state_for_two(rank: int, world: int, plain: bool) -> str:
@@ -219,7 +216,8 @@ def test_one_state_on_a_second_model_later_is_refused() -> None:
         assert "State of its own" in text, text
 
 
-def wrong_objects(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_wrong_objects(rank: int, world: int) -> None:
     module = cases.Scrambled()
     with pytest.raises(sidcomp.SetupError, match="DistributedDataParallel"):
         register(module, sidcomp.State())  # type: ignore[arg-type]
@@ -236,11 +234,8 @@ def wrong_objects(rank: int, world: int) -> None:
     del ddp
 
 
-def test_wrong_objects() -> None:
-    run(wrong_objects, 2)
-
-
-def other_ranks(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_a_process_group_of_other_ranks_than_ddps(rank: int, world: int) -> None:
     pair = dist.new_group([0, 1])
     trainer = Trainer(CASES["default"], rank)
     if rank < 2:
@@ -249,11 +244,8 @@ def other_ranks(rank: int, world: int) -> None:
     trainer.close()
 
 
-def test_a_process_group_of_other_ranks_than_ddps() -> None:
-    run(other_ranks, 3)
-
-
-def after_closing(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_closed_state(rank: int, world: int) -> None:
     trainer = Trainer(CASES["default"], rank)
     with sidcomp.State() as state:
         register(trainer.wrapper, state)
@@ -265,10 +257,6 @@ def after_closing(rank: int, world: int) -> None:
         state.state_dict()
     assert state.stats()["steps"] == 1
     trainer.close()
-
-
-def test_a_closed_state() -> None:
-    run(after_closing, 2)
 
 
 # ---- the arguments of State --------------------------------------------------------------------------------

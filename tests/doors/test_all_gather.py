@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from harness import run
+from harness import on_ranks, run
 from test_fsdp import backward, flat, network, sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -95,7 +95,8 @@ def test_other_shards_after_the_forward_pass() -> None:
         assert max(ratios) > 1.2
 
 
-def refusals(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_gathered_is_refused(rank: int, world: int) -> None:
     model = sharded(init_device_mesh("cpu", (world,)))
     for codec in ("topk", "signsgd", "powersgd", "terngrad-shared", "efsignsgd"):
         with pytest.raises(sidcomp.UnsupportedError, match=f"codec '{codec}' does not send a rounded value"):
@@ -105,7 +106,3 @@ def refusals(rank: int, world: int) -> None:
     with pytest.raises(sidcomp.SetupError, match="call fully_shard or replicate"):
         sidcomp.fsdp.compress_all_gather(network())
     backward(model, rank, 0)  # as it was
-
-
-def test_what_cannot_be_gathered_is_refused() -> None:
-    run(refusals, 2)

@@ -13,7 +13,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import alike, backward, flat, network
 from sidcomp.doors.ddp import register
 from sidcomp.frameworks.distributed_checkpoint import Entries
@@ -281,7 +281,8 @@ def swapped(rank: int, world: int, room: str) -> Any:
     return True
 
 
-def saved_before_the_first_step(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_a_state_from_before_the_first_step_is_of_no_shard_yet(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
     with sidcomp.State("topk", density=0.1) as state:
@@ -289,10 +290,6 @@ def saved_before_the_first_step(rank: int, world: int) -> None:
         state.load_state_dict(state.state_dict())
         backward(model, rank, 0)
         assert state.stats()["steps"] == 1
-
-
-def test_a_state_from_before_the_first_step_is_of_no_shard_yet() -> None:
-    run(saved_before_the_first_step, 4)
 
 
 def test_no_rank_takes_the_state_of_another_shard(tmp_path: Any) -> None:
@@ -458,7 +455,20 @@ def test_auto_gives_up_planning_where_passes_differ() -> None:
         assert said.count("plans no longer") == (rank == 0)
 
 
-def conserved(rank: int, world: int, codec: str, arguments: dict[str, Any], follow: bool) -> None:
+@pytest.mark.parametrize(
+    "world, codec, arguments, follow",
+    [
+        (4, "topk", {"density": 0.1}, True),
+        (2, "topk", {"density": 0.1, "groups": "model"}, False),
+        (2, "int8", {"groups": "2KB", "exclude": "1-D"}, True),
+        pytest.param(2, "topk", {"density": 0.1, "groups": "2KB", "nonfinite": "rollback"}, True, marks=SLOW),
+        pytest.param(2, "powersgd", {"groups": "bucket"}, False, marks=SLOW),
+    ],
+)
+@on_ranks()
+def test_the_residual_of_a_module_that_is_skipped_waits(
+    rank: int, world: int, codec: str, arguments: dict[str, Any], follow: bool
+) -> None:
     """No parameter moves, so each pass has known gradients. What was sent, each times its rate, and what is
     left, times the last one, are together what plain HSDP has sent."""
     mesh = replicas_of(world)
@@ -494,22 +504,6 @@ def conserved(rank: int, world: int, codec: str, arguments: dict[str, Any], foll
         everyone = [torch.empty_like(mine) for _ in range(2)]
         dist.all_gather(everyone, mine, group=mesh.get_group("replicate"))
         assert torch.equal(*everyone)
-
-
-@pytest.mark.parametrize(
-    "world, codec, arguments, follow",
-    [
-        (4, "topk", {"density": 0.1}, True),
-        (2, "topk", {"density": 0.1, "groups": "model"}, False),
-        (2, "int8", {"groups": "2KB", "exclude": "1-D"}, True),
-        pytest.param(2, "topk", {"density": 0.1, "groups": "2KB", "nonfinite": "rollback"}, True, marks=SLOW),
-        pytest.param(2, "powersgd", {"groups": "bucket"}, False, marks=SLOW),
-    ],
-)
-def test_the_residual_of_a_module_that_is_skipped_waits(
-    world: int, codec: str, arguments: dict[str, Any], follow: bool
-) -> None:
-    run(conserved, world, codec, arguments, follow)
 
 
 def resumed_branches(rank: int, world: int, first: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from harness import run
+from harness import on_ranks, run
 from local_training import (
     OPTIMIZERS,
     alike,
@@ -65,7 +65,9 @@ def test_replicas_meet_and_the_loss_falls(optimizer: str, settings: dict[str, An
         assert stats["steps"] == 20 and 0 < stats["sent_bytes"] < stats["dense_bytes"]
 
 
-def with_nan(rank: int, world: int, nonfinite: str) -> None:
+@pytest.mark.parametrize("nonfinite", ["drop", "rollback"])
+@on_ranks(2)
+def test_an_update_that_is_not_finite_is_undone_on_all_ranks(rank: int, world: int, nonfinite: str) -> None:
     module = network(0)
     optimizer = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("topk", density=0.2, nonfinite=nonfinite, groups="layer") as state:
@@ -82,11 +84,6 @@ def with_nan(rank: int, world: int, nonfinite: str) -> None:
                     assert all(torch.equal(after[name], kept[name]) for name in kept)
         assert alike(module) and torch.isfinite(flat(module)).all()
         assert not torch.equal(flat(module), before)
-
-
-@pytest.mark.parametrize("nonfinite", ["drop", "rollback"])
-def test_an_update_that_is_not_finite_is_undone_on_all_ranks(nonfinite: str) -> None:
-    run(with_nan, 2, nonfinite)
 
 
 @pytest.mark.parametrize("stop", [6, 7])
@@ -111,7 +108,8 @@ def test_buffers_are_rank_0s() -> None:
     assert first == second
 
 
-def refusals(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_what_cannot_work_is_refused(rank: int, world: int) -> None:
     module = network()
     optimizer = OPTIMIZERS["SGD"](module.parameters())
     state = sidcomp.State("none")
@@ -145,10 +143,6 @@ def refusals(rank: int, world: int) -> None:
     state.close()
     with pytest.raises(sidcomp.SetupError, match="closed"):
         steps.average()
-
-
-def test_what_cannot_work_is_refused() -> None:
-    run(refusals, 1)
 
 
 # ---- an average that loses nothing

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from harness import run
+from harness import on_ranks, run
 from local_training import (
     KINDS,
     OPTIMIZERS,
@@ -203,7 +203,12 @@ def test_auto_finds_a_plan() -> None:
         assert found["ready"] and len(set(found["ready"])) == 1, "all parameters are ready together"
 
 
-def with_nan(rank: int, world: int, nonfinite: str, delay: int) -> None:
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("nonfinite", ["drop", "rollback"])
+@on_ranks(2)
+def test_what_is_not_finite_is_discarded_on_all_ranks(
+    rank: int, world: int, nonfinite: str, delay: int
+) -> None:
     module = network(0)
     optimizer = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("topk", density=0.2, nonfinite=nonfinite, groups="layer") as state:
@@ -221,13 +226,8 @@ def with_nan(rank: int, world: int, nonfinite: str, delay: int) -> None:
         assert alike(flat(module)) and torch.isfinite(flat(module)).all()
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("nonfinite", ["drop", "rollback"])
-def test_what_is_not_finite_is_discarded_on_all_ranks(nonfinite: str, delay: int) -> None:
-    run(with_nan, 2, nonfinite, delay)
-
-
-def averaged_with_nan(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_is_not_finite_leaves_the_average_finite(rank: int, world: int) -> None:
     """One rank's parameters are not finite, between two exchanges."""
     module = network(0)
     with sidcomp.State("topk", density=0.2) as state:
@@ -237,10 +237,6 @@ def averaged_with_nan(rank: int, world: int) -> None:
         assert bool(torch.isfinite(flat(module)).all()) == (rank == 0)
         local.average()
         assert alike(flat(module)) and torch.isfinite(flat(module)).all()
-
-
-def test_a_rank_that_is_not_finite_leaves_the_average_finite() -> None:
-    run(averaged_with_nan, 2)
 
 
 def counted(rank: int, world: int) -> dict[str, tuple[str, float, str]]:

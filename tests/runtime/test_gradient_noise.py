@@ -13,7 +13,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import OPTIMIZERS, alike, backward, flat, network, train, updates
 from sidcomp.local.gradient_noise import (
     MEASURED,
@@ -495,7 +495,8 @@ def test_parameters_of_any_shape() -> None:
         assert [s.numel() for s in shapes] == [1, 1, 1, 1, 1, 1, 1, 3]
 
 
-def of_sparse_gradients(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_gradients_may_be_sparse(rank: int, world: int) -> None:
     for how in ({}, {"every": 2}, {"noise_correction": "rows"}):
         torch.manual_seed(0)
         module = torch.nn.Embedding(20, 64, sparse=True)
@@ -508,10 +509,6 @@ def of_sparse_gradients(rank: int, world: int) -> None:
                 optimizer.step()
             local.average()
             assert alike(flat(module)) and all(f.isfinite().all() for f in local.noise.factors), how
-
-
-def test_gradients_may_be_sparse() -> None:
-    run(of_sparse_gradients, 2)
 
 
 def of_another_kind(rank: int, world: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import OPTIMIZERS, backward, batch, go_on, train, updates
 from sidcomp.local import choice
 from sidcomp.local.shards import own_part
@@ -279,7 +279,9 @@ def test_it_lengthens_the_steps_of_noisy_nodes(kind: str, corrected: bool | str,
     assert longer / plain == pytest.approx(expected, rel=0.15), "by the ratio of the second moments"
 
 
-def with_nan(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["outer", "parameters"])
+@on_ranks(4)
+def test_what_is_not_finite_in_one_shard_is_undone_in_all(rank: int, world: int, kind: str) -> None:
     """A NaN in a gradient that one rank's shard alone has."""
     mesh = meshes()
     module = sharded(mesh, 0)
@@ -306,11 +308,6 @@ def with_nan(rank: int, world: int, kind: str) -> None:
         if kind == "parameters":
             outer.average()
         assert on_all(full(module)) and torch.isfinite(full(module)).all()
-
-
-@pytest.mark.parametrize("kind", ["outer", "parameters"])
-def test_what_is_not_finite_in_one_shard_is_undone_in_all(kind: str) -> None:
-    run(with_nan, 4, kind)
 
 
 def with_a_failure(rank: int, world: int, kind: str, delay: int, fails: int) -> str:

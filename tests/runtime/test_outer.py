@@ -13,7 +13,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import (
     KINDS,
     OPTIMIZERS,
@@ -209,7 +209,7 @@ def test_a_resumed_run_has_the_same_bits(stop: int, delay: int, parts: int, nois
     run(resumes, 2, "outer", stop, 14, None, how)
 
 
-def on_ranks(rank: int, world: int, path: str, kind: str, every: int, delay: int) -> list[float]:
+def taken_over(rank: int, world: int, path: str, kind: str, every: int, delay: int) -> list[float]:
     """Two ranks save in the middle, between exchanges if `every` > 1; three take over. Returns the losses."""
     module = network(7 * rank)
     optimizer = OPTIMIZERS["Adam"](module.parameters())
@@ -256,7 +256,7 @@ TAKEN = 9 * EVERY + 2  # steps before the checkpoint
     ],
 )
 def test_another_number_of_ranks_takes_over(tmp_path: Path, kind: str, every: int, delay: int) -> None:
-    before, after = (run(on_ranks, world, str(tmp_path), kind, every, delay) for world in (2, 3))
+    before, after = (run(taken_over, world, str(tmp_path), kind, every, delay) for world in (2, 3))
     first = min(sum(x[:4]) for x in before)
     assert max(sum(x[:4]) for x in after) < 0.7 * first, "it goes on from there"
     assert max(sum(x[-4:]) for x in after) < 0.7 * first
@@ -324,7 +324,8 @@ def test_parts_send_as_much_but_less_at_a_time() -> None:
     assert better < 0.6
 
 
-def with_nan_in_a_part(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_is_not_finite_in_one_part_is_undone_in_all(rank: int, world: int) -> None:
     module = network(0)
     inner = OPTIMIZERS["SGD"](module.parameters())
     outer = updates("outer", module, inner, every=4, parts=2)
@@ -342,10 +343,6 @@ def with_nan_in_a_part(rank: int, world: int) -> None:
                 assert torch.equal(flat(module), before), "all parts are undone, or NaN would come back"
         outer.average()
         assert alike(module) and torch.isfinite(flat(module)).all()
-
-
-def test_what_is_not_finite_in_one_part_is_undone_in_all() -> None:
-    run(with_nan_in_a_part, 2)
 
 
 # ---- in the host's memory
@@ -504,7 +501,9 @@ def test_a_wrong_argument_is_named_and_nothing_is_changed() -> None:
             assert said in text and bool(said) is bool(text), (kind, wrong)
 
 
-def wrong_checkpoints(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_wrong_checkpoint_is_named_and_nothing_is_changed(rank: int, world: int, kind: str) -> None:
     """What is wrong is named, and nothing has changed."""
     module = network(rank)
     adam = OPTIMIZERS["Adam"](module.parameters())
@@ -544,11 +543,8 @@ def wrong_checkpoints(rank: int, world: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_checkpoint_is_named_and_nothing_is_changed(kind: str) -> None:
-    run(wrong_checkpoints, 2, kind)
-
-
-def without_the_delay(rank: int, world: int, kind: str) -> None:
+@on_ranks(2)
+def test_what_is_in_flight_is_not_lost_without_the_delay(rank: int, world: int, kind: str) -> None:
     """What was in flight when a run was saved is not lost if it goes on without a delay."""
     points = []
     saved: dict[str, Any] = {}
@@ -577,12 +573,8 @@ def without_the_delay(rank: int, world: int, kind: str) -> None:
     assert torch.equal(points[0], points[2]) and torch.equal(points[1], points[3])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_in_flight_is_not_lost_without_the_delay(kind: str) -> None:
-    run(without_the_delay, 2, kind)
-
-
-def of_its_state(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_checkpoint_has_the_state_of_another_optimizer_of_the_point(rank: int, world: int) -> None:
     """Without the state of its outer optimizer a checkpoint is refused; with it, the run goes on."""
     how = {"every": EVERY, "parts": 2, "outer": ADAMW}
     _, saved = resumes(rank, world, "memory", 7, 5 * EVERY, {"codec": "none"}, how)
@@ -591,10 +583,6 @@ def of_its_state(rank: int, world: int) -> None:
     made = updates("memory", module, adam, sidcomp.State("none"), **how)
     with made.state, pytest.raises(sidcomp.CheckpointError, match='"outer"'):
         made.load_state_dict({**saved, "outer": None})
-
-
-def test_a_checkpoint_has_the_state_of_another_optimizer_of_the_point() -> None:
-    run(of_its_state, 2)
 
 
 @pytest.mark.parametrize("codec", [{"codec": "qsgd"}, {"codec": "topk", "density": 0.3}])

@@ -24,7 +24,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import context, run
+from harness import context, on_ranks, run
 from local_training import OPTIMIZERS, alike, flat, network, resumes, updates
 from local_training import train as train_on
 from sidcomp.local import rendezvous as rounds
@@ -598,7 +598,9 @@ def test_what_a_deadline_cannot_do_is_refused() -> None:
     run(refused, 1)
 
 
-def differs(rank: int, world: int) -> None:
+@SLOW
+@on_ranks(3)
+def test_a_rank_with_another_model_is_refused_alone(rank: int, world: int) -> None:
     """Another model is refused on the rank that has it, which does not disturb the others."""
     others = dist.new_group([0, 1])
     module = network(0) if rank < 2 else nn.Linear(12, 3)
@@ -614,8 +616,3 @@ def differs(rank: int, world: int) -> None:
     everyone = [torch.empty_like(flat(module)) for _ in range(2)]
     dist.all_gather(everyone, flat(module), group=others)
     assert torch.equal(*everyone)
-
-
-@SLOW
-def test_a_rank_with_another_model_is_refused_alone() -> None:
-    run(differs, 3)
