@@ -363,12 +363,7 @@ const sid_exchange_kind sid_exchange_hierarchical = {
                     "the vector.",
              SID_PARAMETERS(params),
              .wire_id = 6},
-    .plan = plan,
-    .messages = messages,
-    .advance = advance,
+    SID_ROUNDS(plan, messages, advance, finish, parts, part),
     .meanwhile = meanwhile,
-    .finish = finish,
     .undo = undo,
-    .parts = parts,
-    .part = part,
 };
