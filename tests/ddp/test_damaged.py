@@ -116,7 +116,9 @@ def test_residuals_in_another_form(rank: int, world: int) -> None:
 # ---- fields that are not there, or something else ---------------------------------------------------------
 
 
-def other_fields(rank: int, world: int, codec: str) -> tuple[int, int]:
+@pytest.mark.parametrize("codec", [pytest.param(c, marks=[pytest.mark.slow] * (c != SOME[1])) for c in SOME])
+@on_ranks(1)
+def test_every_field_missing_or_something_else(rank: int, world: int, codec: str) -> None:
     ddp, state, saved = trained(codec, memory="residual")
     refused = loaded = 0
     for path in paths(saved):
@@ -132,13 +134,7 @@ def other_fields(rank: int, world: int, codec: str) -> tuple[int, int]:
                 value,
                 text,
             )
-    return refused, loaded
-
-
-@pytest.mark.parametrize("codec", [pytest.param(c, marks=[pytest.mark.slow] * (c != SOME[1])) for c in SOME])
-def test_every_field_missing_or_something_else(codec: str) -> None:
-    for refused, loaded in run(other_fields, 1, codec):
-        assert refused > 400 and loaded > 10, (refused, loaded)
+    assert refused > 400 and loaded > 10, (refused, loaded)
 
 
 @on_ranks(1)
@@ -168,7 +164,8 @@ def test_groups_that_are_not_the_models(rank: int, world: int) -> None:
     assert not judge(ddp, state, {**saved, "layout": layout}, saved["residuals"])
 
 
-def mixed(rank: int, world: int) -> str:
+@on_ranks(1)
+def test_a_group_of_two_dtypes(rank: int, world: int) -> None:
     """A group of two dtypes would read the one as the other."""
     logging.getLogger("sidcomp").setLevel(logging.CRITICAL)
     module = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4).bfloat16())
@@ -185,12 +182,8 @@ def mixed(rank: int, world: int) -> str:
     with pytest.raises(RuntimeError):
         ddp(torch.randn(3, 6)).sum().backward()
     assert isinstance(state.error, sidcomp.CheckpointError)
-    return str(state.error)
-
-
-def test_a_group_of_two_dtypes() -> None:
-    for text in run(mixed, 1):
-        assert "layout[0]" in text and "float32" in text and "bfloat16" in text
+    text = str(state.error)
+    assert "layout[0]" in text and "float32" in text and "bfloat16" in text
 
 
 # ---- anything --------------------------------------------------------------------------------------------

@@ -356,17 +356,6 @@ def test_checksums_change_nothing(rank: int, world: int) -> None:
 # ---- ranks that do not agree -------------------------------------------------------------------------------
 
 
-def disagree(rank: int, world: int, arguments: list[dict[str, Any]]) -> str:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State(**arguments[rank])
-    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
-        register(trainer.wrapper, state)
-        trainer.step()
-        trainer.step()
-    trainer.close()
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     "arguments, names",
     [
@@ -382,9 +371,19 @@ def disagree(rank: int, world: int, arguments: list[dict[str, Any]]) -> str:
         ([{"groups": "auto"}, {"groups": "mergecomp"}], "mergecomp"),
     ],
 )
-def test_ranks_with_different_settings(arguments: list[dict[str, Any]], names: str) -> None:
-    for text in run(disagree, 2, arguments, group_timeout=10):
-        assert names in text and "rank" in text, text
+@on_ranks(2, group_timeout=10)
+def test_ranks_with_different_settings(
+    rank: int, world: int, arguments: list[dict[str, Any]], names: str
+) -> None:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(**arguments[rank])
+    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
+        register(trainer.wrapper, state)
+        trainer.step()
+        trainer.step()
+    trainer.close()
+    text = str(caught.value)
+    assert names in text and "rank" in text, text
 
 
 # ---- the harness itself ------------------------------------------------------------------------------------

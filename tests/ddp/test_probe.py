@@ -103,7 +103,8 @@ def test_exchanges_of_messages_are_measured_like_the_others() -> None:
             assert curve.at(2**17) > 0, (m.name, stage)
 
 
-def slow_messages(rank: int, world: int) -> dict[str, int]:
+@on_ranks(3)
+def test_what_messages_take_is_the_exchanges_cost(rank: int, world: int) -> None:
     """Messages that take 20 milliseconds longer are seen in the exchange."""
     real = point_to_point.post
 
@@ -114,14 +115,10 @@ def slow_messages(rank: int, world: int) -> dict[str, int]:
     point_to_point.post = paced
     (choice,) = ExchangeChoice.parse(["twoshot"], {})
     m = measure([probe.Candidate("topk", choice=choice)], 2**14, budget_s=3.0).methods[1]
-    return {stage: curve.at(2**14) for stage, curve in m.stages().items()}
-
-
-def test_what_messages_take_is_the_exchanges_cost() -> None:
-    for late in run(slow_messages, 3):
-        assert late["exchange"] >= 35 * 10**9  # two rounds
-        assert late.get("contended", 10**12) >= 35 * 10**9  # a busy machine has no time for it
-        assert late["encode"] + late["decode"] < late["exchange"]
+    late = {stage: curve.at(2**14) for stage, curve in m.stages().items()}
+    assert late["exchange"] >= 35 * 10**9  # two rounds
+    assert late.get("contended", 10**12) >= 35 * 10**9  # a busy machine has no time for it
+    assert late["encode"] + late["decode"] < late["exchange"]
 
 
 def slow_encode(rank: int, world: int) -> list[int]:
@@ -459,7 +456,8 @@ def test_a_peer_stops_while_a_rank_computes() -> None:
     assert run(stop_beside_computing, 2, dying=[1], group_timeout=4)[0]
 
 
-def refused(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_bad_candidates_are_refused_on_every_rank(rank: int, world: int) -> None:
     exchange, texts = make_exchange(), []
     for candidates, dtype in (
         ([probe.Candidate("topk"), probe.Candidate("topk")], torch.float32),
@@ -471,9 +469,4 @@ def refused(rank: int, world: int) -> list[str]:
         texts.append(str(caught.value))
     assert exchange.gather_bytes(b"x") == [b"x"] * world  # all ranks alike: none waits for another
     exchange.close()
-    return texts
-
-
-def test_bad_candidates_are_refused_on_every_rank() -> None:
-    for texts in run(refused, 2):
-        assert "named twice" in texts[0] and "topkk" in texts[1] and "convert the module" in texts[2]
+    assert "named twice" in texts[0] and "topkk" in texts[1] and "convert the module" in texts[2]

@@ -705,7 +705,16 @@ def test_an_error_between_the_rounds(codec: str, method: str, when: int) -> None
     )
 
 
-def corrupt_once(rank: int, world: int, settings: Settings) -> list[Any]:
+SUMMED: Settings = {"codec": "fp16", "exchange": "hierarchical", "ranks_per_node": 1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [*(ALL[name] for name in ("ring1", "torus1", "twoshot", "cascade")), SUMMED],
+    ids=["ring1", "torus1", "twoshot", "cascade", "allreduce"],
+)
+@on_ranks(4)
+def test_a_message_that_changed_fails_all_ranks(rank: int, world: int, settings: Settings) -> None:
     """In step 3 rank 0 gets a message that has changed."""
     trainer, state = trained(rank, "default", "model", **settings)
     original, calls = MessagePlan.advance, 0
@@ -733,22 +742,9 @@ def corrupt_once(rank: int, world: int, settings: Settings) -> list[Any]:
                     assert torch.allclose(kept, before[name], atol=1e-6), name
     trainer.close()
     state.close()
-    return texts
-
-
-SUMMED: Settings = {"codec": "fp16", "exchange": "hierarchical", "ranks_per_node": 1}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [*(ALL[name] for name in ("ring1", "torus1", "twoshot", "cascade")), SUMMED],
-    ids=["ring1", "torus1", "twoshot", "cascade", "allreduce"],
-)
-def test_a_message_that_changed_fails_all_ranks(settings: Settings) -> None:
-    for texts in run(corrupt_once, 4, settings):
-        assert [t == "fine" for t in texts] == [True, True, False, True, True], texts
-        kind, text = texts[2]
-        assert kind == "CorruptPayloadError" and re.search(r"group 0 .*\.weight", text), texts
+    assert [t == "fine" for t in texts] == [True, True, False, True, True], texts
+    kind, text = texts[2]
+    assert kind == "CorruptPayloadError" and re.search(r"group 0 .*\.weight", text), texts
 
 
 def lose_a_peer(rank: int, world: int, settings: Settings) -> tuple[str, str]:
@@ -808,7 +804,8 @@ def test_the_threads_end_with_their_state(case: str, settings: Settings, thread:
         assert thread not in names
 
 
-def steady(rank: int, world: int) -> tuple[list[int], dict[str, Any]]:
+@on_ranks(2)
+def test_counts_and_allocates_nothing_after_the_first_steps(rank: int, world: int) -> None:
     trainer, state = trained(rank, "cap-small", "bucket", **TWOSHOT)
     allocations = []
     for _ in range(6):
@@ -817,20 +814,13 @@ def steady(rank: int, world: int) -> tuple[list[int], dict[str, Any]]:
     stats = state.stats()
     trainer.close()
     state.close()
-    return allocations, stats
-
-
-def test_counts_and_allocates_nothing_after_the_first_steps() -> None:
-    for allocations, stats in run(steady, 2):
-        assert len(set(allocations[1:])) == 1
-        sizes = [
-            _core.Exchange(
-                "twoshot", "topk", "residual", g["n"], "float32", 0, 2, {"density": 0.1}
-            ).sent_bytes
-            for g in stats["groups"]
-        ]
-        assert [g["sent_bytes"] for g in stats["groups"]] == sizes
-        assert stats["wait_seconds"] > 0 and stats["encode_seconds"] > 0
+    assert len(set(allocations[1:])) == 1
+    sizes = [
+        _core.Exchange("twoshot", "topk", "residual", g["n"], "float32", 0, 2, {"density": 0.1}).sent_bytes
+        for g in stats["groups"]
+    ]
+    assert [g["sent_bytes"] for g in stats["groups"]] == sizes
+    assert stats["wait_seconds"] > 0 and stats["encode_seconds"] > 0
 
 
 def refuse(rank: int, world: int, codec: str) -> str:
@@ -888,7 +878,8 @@ def test_what_makes_no_sense_is_refused() -> None:
             assert word in text, (word, text)
 
 
-def environment(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_nodes_are_torchruns_or_a_meshs(rank: int, world: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     trainer = Trainer(CASES["default"], rank)
     state = make_state("model", trainer.module, codec="topk", exchange="hierarchical")
@@ -903,9 +894,4 @@ def environment(rank: int, world: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "rank"))
     other = sidcomp.State("topk", exchange="hierarchical", ranks_per_node=mesh)  # type: ignore[arg-type]
     assert other.settings.saved()["exchange"] == saved
-    return saved
-
-
-def test_nodes_are_torchruns_or_a_meshs() -> None:
-    for saved in run(environment, 2):
-        assert saved == {"exchange": "hierarchical", "parameters": {"ranks_per_node": 2}}
+    assert saved == {"exchange": "hierarchical", "parameters": {"ranks_per_node": 2}}

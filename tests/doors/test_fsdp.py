@@ -538,7 +538,9 @@ def test_a_run_that_skips_modules_resumes_with_the_same_bits() -> None:
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def ranks_differ(rank: int, world: int, codec: str) -> Any:
+@pytest.mark.parametrize("codec", ["none", "topk"])
+@on_ranks(4)
+def test_ranks_that_skip_different_modules_are_told_what_to_do(rank: int, world: int, codec: str) -> None:
     """Replicas that use other branches: an error on all ranks in that pass, and then its advice."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     texts, which = [], [rank // 2]
@@ -568,16 +570,11 @@ def ranks_differ(rank: int, world: int, codec: str) -> Any:
             sgd.step()
         assert alike(model, mesh.get_group("replicate"))
         models.append(flat(model))
-    return texts, torch.equal(*models)
-
-
-@pytest.mark.parametrize("codec", ["none", "topk"])
-def test_ranks_that_skip_different_modules_are_told_what_to_do(codec: str) -> None:
-    for texts, same in run(ranks_differ, 4, codec):
-        ((step, text),) = texts
-        assert step == 2 and same
-        assert "only rank 0 has gradients of branches.0.bias, branches.0.weight" in text
-        assert "only rank 1 has gradients of branches.1.bias, branches.1.weight" in text
+    same = torch.equal(*models)
+    ((step, text),) = texts
+    assert step == 2 and same
+    assert "only rank 0 has gradients of branches.0.bias, branches.0.weight" in text
+    assert "only rank 1 has gradients of branches.1.bias, branches.1.weight" in text
 
 
 def in_another_order(rank: int, world: int, codec: str) -> list[float]:
@@ -1008,7 +1005,8 @@ def test_a_program_that_resumes_without_its_state_is_told_so(tmp_path: Path) -> 
 # ---- with the rest of sidcomp
 
 
-def with_everything(rank: int, world: int) -> Any:
+@on_ranks(4)
+def test_it_works_with_the_rest_of_sidcomp(rank: int, world: int) -> None:
     """A rate that changes, layers by name, clipping by norm, a step that is not finite, zeroed gradients."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
@@ -1029,12 +1027,8 @@ def with_everything(rank: int, world: int) -> Any:
     held = sorted(state.state_dict()["residuals"])
     same = alike(model, mesh.get_group("replicate"))
     state.close()
-    return same, losses[-1] < losses[0], kinds, steps, held
-
-
-def test_it_works_with_the_rest_of_sidcomp() -> None:
-    for same, learns, kinds, steps, held in run(with_everything, 4):
-        assert same and learns
-        assert kinds["4.weight"][0] == "none" and kinds["2.weight"][0] == "topk"
-        assert kinds["0.weight"][1] == pytest.approx(0.5, abs=0.01)
-        assert steps == 20 and held == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    learns = losses[-1] < losses[0]
+    assert same and learns
+    assert kinds["4.weight"][0] == "none" and kinds["2.weight"][0] == "topk"
+    assert kinds["0.weight"][1] == pytest.approx(0.5, abs=0.01)
+    assert steps == 20 and held == ["0.bias", "0.weight", "2.bias", "2.weight"]

@@ -157,7 +157,8 @@ def test_errors_stay_in_the_parameters_while_groups_change(every: int) -> None:
         assert groups >= 4 and waited >= 8
 
 
-def automatic(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_auto_finds_a_plan(rank: int, world: int) -> None:
     """A search to its end, and the same run taken up again."""
 
     def search(state: sidcomp.State, saved: dict[str, Any] | None) -> dict[str, Any]:
@@ -188,19 +189,14 @@ def automatic(rank: int, world: int) -> dict[str, Any]:
         )
 
     with sidcomp.State("auto") as state:
-        first = search(state, None)
+        found = search(state, None)
     with sidcomp.State("auto") as state:
-        again = search(state, first)
-    assert again["report"]["why"] == first["report"]["why"], "it goes on with what it had found"
-    return first
-
-
-def test_auto_finds_a_plan() -> None:
-    for found in run(automatic, 2):
-        report = found["report"]
-        assert report["stage"] in ("settled", "warming up") and report["dense_ps"] > 0
-        assert "an uncompressed exchange" in found["said"]
-        assert found["ready"] and len(set(found["ready"])) == 1, "all parameters are ready together"
+        again = search(state, found)
+    assert again["report"]["why"] == found["report"]["why"], "it goes on with what it had found"
+    report = found["report"]
+    assert report["stage"] in ("settled", "warming up") and report["dense_ps"] > 0
+    assert "an uncompressed exchange" in found["said"]
+    assert found["ready"] and len(set(found["ready"])) == 1, "all parameters are ready together"
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -335,7 +331,8 @@ def test_looking_at_the_point_changes_nothing(delay: int) -> None:
         assert torch.equal(a, b)
 
 
-def with_ddp(rank: int, world: int) -> bool:
+@on_ranks(2)
+def test_a_ddp_model_keeps_its_gradients_to_itself(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(network(0))
     adamw = OPTIMIZERS["AdamW"](ddp.parameters())
     with sidcomp.compress(ddp, adamw, "topk", updates=True, density=0.1):
@@ -344,22 +341,15 @@ def with_ddp(rank: int, world: int) -> bool:
             backward(ddp, rank, step)
             gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()])
             adamw.step()
-    return alike(gradient)
+    assert not alike(gradient)
 
 
-def test_a_ddp_model_keeps_its_gradients_to_itself() -> None:
-    assert run(with_ddp, 2) == [False, False]
-
-
-def refused_ddp(rank: int, world: int) -> bool:
+@on_ranks(2)
+def test_a_refusal_leaves_the_ddp_model_as_it_was(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(network(0))
     with pytest.raises(sidcomp.SetupError):
         sidcomp.compress(ddp, OPTIMIZERS["SGD"](network(1).parameters()), "topk", updates=True)
-    return ddp.require_backward_grad_sync and not ddp._comm_hooks
-
-
-def test_a_refusal_leaves_the_ddp_model_as_it_was() -> None:
-    assert run(refused_ddp, 2) == [True, True]
+    assert ddp.require_backward_grad_sync and not ddp._comm_hooks
 
 
 def refused(rank: int, world: int, case: str) -> str:
@@ -490,7 +480,10 @@ def test_all_parameters_are_corrected_where_adam_has_them() -> None:
 # ---- exchanges and a forward pass in bfloat16
 
 
-def over_ring(rank: int, world: int, exchange: str) -> tuple[float, float]:
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("exchange", ["ring1", "torus1"])
+@on_ranks()
+def test_over_one_bit_rings_the_error_stays_in_the_parameters(rank: int, world: int, exchange: str) -> None:
     """The ring and the torus of one bit draw each element's sign from one of the ranks. So what arrives is
     what the ranks sent only on average; but the replicas have the same bits, and the memory is the error."""
     module = network(rank)
@@ -509,32 +502,8 @@ def over_ring(rank: int, world: int, exchange: str) -> tuple[float, float]:
         local.average()
         assert alike(flat(module)) and not error_of(state, module).any()
     assert sent > 8  # 16 without the samples for the noise correction, which are many for so small a model
-    return sum(losses[:6]), sum(losses[-6:])
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("exchange", ["ring1", "torus1"])
-def test_over_one_bit_rings_the_error_stays_in_the_parameters(exchange: str, world: int) -> None:
-    for first, last in run(over_ring, world, exchange):
-        assert last < 0.5 * first
-
-
-def balance(rank: int, world: int) -> list[float]:
-    """How far each exchange moves the mean of the ranks' parameters. Where all that they sent arrives, it
-    stays where the optimizers have brought it."""
-    moved = []
-    for settings, _ in BALANCE:
-        module, left = network(rank), []
-        with sidcomp.State(**{"memory": "residual", **settings}) as state:
-            sgd = OPTIMIZERS["SGD"](module.parameters())
-            sgd.register_step_post_hook(lambda *_, m=module, left=left: left.append(mean(flat(m))))
-            updates("parameters", module, sgd, state)
-            far = []
-            for step in range(6):
-                train(module, sgd, rank, range(step, step + 1))
-                far.append(float((mean(flat(module)) - left[-1]).abs().max()))
-        moved.append(max(far))
-    return moved
+    first, last = sum(losses[:6]), sum(losses[-6:])
+    assert last < 0.5 * first
 
 
 # settings, and whether nothing is lost (docs/updates.md)
@@ -552,13 +521,28 @@ BALANCE: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-def test_what_the_ranks_sent_arrives_unless_a_sign_is_drawn_or_voted() -> None:
-    for moved in run(balance, 3):
-        for far, (settings, exact) in zip(moved, BALANCE, strict=True):
-            assert far < 1e-6 if exact else far > 1e-3, (settings, far)
+@on_ranks(3)
+def test_what_the_ranks_sent_arrives_unless_a_sign_is_drawn_or_voted(rank: int, world: int) -> None:
+    """How far each exchange moves the mean of the ranks' parameters. Where all that they sent arrives, it
+    stays where the optimizers have brought it."""
+    moved = []
+    for settings, _ in BALANCE:
+        module, left = network(rank), []
+        with sidcomp.State(**{"memory": "residual", **settings}) as state:
+            sgd = OPTIMIZERS["SGD"](module.parameters())
+            sgd.register_step_post_hook(lambda *_, m=module, left=left: left.append(mean(flat(m))))
+            updates("parameters", module, sgd, state)
+            far = []
+            for step in range(6):
+                train(module, sgd, rank, range(step, step + 1))
+                far.append(float((mean(flat(module)) - left[-1]).abs().max()))
+        moved.append(max(far))
+    for far, (settings, exact) in zip(moved, BALANCE, strict=True):
+        assert far < 1e-6 if exact else far > 1e-3, (settings, far)
 
 
-def in_bfloat16(rank: int, world: int) -> tuple[float, float, float]:
+@on_ranks(2)
+def test_the_forward_pass_may_be_in_bfloat16(rank: int, world: int) -> None:
     """Autocast computes in bfloat16 with float32 parameters, as DDP does; and the default codec trains."""
     ours, module, third = network(0), network(0), network(0)
     ddp = DistributedDataParallel(module)
@@ -585,9 +569,5 @@ def in_bfloat16(rank: int, world: int) -> tuple[float, float, float]:
             if step < STEPS:  # bfloat16 makes a difference in the last bit larger later
                 far = float((flat(ours) - flat(module)).norm() / (flat(module) - start).norm())
     assert used == {torch.bfloat16} and flat(third).dtype is torch.float32
-    return far, sum(losses[:6]), sum(losses[-6:])
-
-
-def test_the_forward_pass_may_be_in_bfloat16() -> None:
-    for far, first, last in run(in_bfloat16, 2):
-        assert far < 0.02 and last < 0.6 * first
+    first, last = sum(losses[:6]), sum(losses[-6:])
+    assert far < 0.02 and last < 0.6 * first

@@ -48,9 +48,27 @@ def cut_in(module: nn.Module, parts: int) -> list[list[nn.Parameter]]:
     return [p[a:b] for a, b in pairwise(found[0])]
 
 
-def by_torch(
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.02)
+
+
+@pytest.mark.parametrize(
+    "outer, every, delay, parts",
+    [
+        (sgd(), EVERY, 0, 1),
+        (sgd(nesterov=False), EVERY, 0, 1),
+        (sgd(momentum=0.0), EVERY, 0, 1),
+        (sgd(), EVERY, 1, 1),
+        pytest.param(sgd(), EVERY, EVERY, 1, marks=SLOW),
+        (sgd(), 2 * EVERY, 0, 2),
+        (sgd(), 2 * EVERY, 2, 2),
+        pytest.param(sgd(), 2 * EVERY, 1, 3, marks=SLOW),
+        (ADAMW, EVERY, 0, 2),
+    ],
+)
+@on_ranks(2)
+def test_without_a_codec_it_is_diloco(
     rank: int, world: int, outer: Any, every: int, delay: int, parts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> None:
     """Streaming DiLoCo as torch's own optimizers compute it from averaged pseudo-gradients, a part at a time,
     each of which is in flight during `delay` steps; beside ours with codec none."""
     point, model, ours = network(0), network(0), network(rank)  # rank 0's parameters count
@@ -89,29 +107,8 @@ def by_torch(
                 torch.testing.assert_close(flat(common), flat(point), rtol=1e-3, atol=1e-4)
             assert torch.equal(flat(ours), own)
     assert alike(ours) is (delay == 0 and parts == 1)
-    return flat(model), flat(ours), flat(network(0))
-
-
-ADAMW = functools.partial(torch.optim.AdamW, lr=0.02)
-
-
-@pytest.mark.parametrize(
-    "outer, every, delay, parts",
-    [
-        (sgd(), EVERY, 0, 1),
-        (sgd(nesterov=False), EVERY, 0, 1),
-        (sgd(momentum=0.0), EVERY, 0, 1),
-        (sgd(), EVERY, 1, 1),
-        pytest.param(sgd(), EVERY, EVERY, 1, marks=SLOW),
-        (sgd(), 2 * EVERY, 0, 2),
-        (sgd(), 2 * EVERY, 2, 2),
-        pytest.param(sgd(), 2 * EVERY, 1, 3, marks=SLOW),
-        (ADAMW, EVERY, 0, 2),
-    ],
-)
-def test_without_a_codec_it_is_diloco(outer: Any, every: int, delay: int, parts: int) -> None:
-    for theirs, ours, start in run(by_torch, 2, outer, every, delay, parts):
-        assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
+    theirs, ours, start = flat(model), flat(ours), flat(network(0))
+    assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
 
 
 def averaged(rank: int, world: int) -> float:
@@ -472,7 +469,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def wrong_arguments(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_a_wrong_argument_is_named_and_nothing_is_changed(rank: int, world: int) -> None:
     """Every wrong argument alone, beside good ones; the last line has all good."""
     module = network(rank)
     before, texts = flat(module), []
@@ -492,13 +490,8 @@ def wrong_arguments(rank: int, world: int) -> list[str]:
         else:
             texts.append("")
             made.state.close()
-    return texts
-
-
-def test_a_wrong_argument_is_named_and_nothing_is_changed() -> None:
-    for texts in run(wrong_arguments, 2):
-        for text, (kind, wrong, said) in zip(texts, [*WRONG, ("outer", {}, "")], strict=True):
-            assert said in text and bool(said) is bool(text), (kind, wrong)
+    for text, (kind, wrong, said) in zip(texts, [*WRONG, ("outer", {}, "")], strict=True):
+        assert said in text and bool(said) is bool(text), (kind, wrong)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -593,7 +586,8 @@ def test_without_a_memory_the_ranks_meet(codec: dict[str, Any]) -> None:
         assert last < 0.8 * first
 
 
-def of_another_model(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_other_models_are_refused(rank: int, world: int) -> None:
     other = nn.Sequential(nn.Linear(12, 40 + rank), nn.Linear(40 + rank, 3))
     with pytest.raises(sidcomp.SetupError) as different:
         updates("outer", other, OPTIMIZERS["SGD"](other.parameters()), sidcomp.State("none"))
@@ -604,27 +598,8 @@ def of_another_model(rank: int, world: int) -> str:
         train(module, sgd, rank, range(2))
     train(module, sgd, rank, range(2, 3))  # the State is closed, and the optimizer steps alone
     assert made.steps == 2 and not alike(module)
-    return str(different.value)
-
-
-def test_other_models_are_refused() -> None:
-    for different in run(of_another_model, 2):
-        assert "rank 1 has '0.weight' of float32 [41, 12] where rank 0 has '0.weight'" in different
-
-
-def unlike(rank: int, world: int) -> list[str]:
-    """What the doors say if rank 1 has other arguments, another optimizer or another buffer."""
-    said = []
-    for door, first, second in UNLIKE:
-        how = {"optimizer": "Adam", **(second if rank else first)}
-        module = network(0)
-        if "buffer" in how:
-            module.register_buffer("seen", torch.zeros(how.pop("buffer")))
-        optimizer = OPTIMIZERS[how.pop("optimizer")](module.parameters())
-        with pytest.raises(sidcomp.SetupError) as error:
-            updates(door, module, optimizer, sidcomp.State("none"), **how)
-        said.append(str(error.value))
-    return said
+    different = str(different.value)
+    assert "rank 1 has '0.weight' of float32 [41, 12] where rank 0 has '0.weight'" in different
 
 
 UNLIKE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -640,15 +615,24 @@ UNLIKE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_ranks_that_would_exchange_something_else_are_refused() -> None:
-    """Else an exchange of two sizes ends a process, or the common points drift apart without a word."""
-    for said in run(unlike, 2):
-        for (_, first, second), text in zip(UNLIKE, said, strict=True):
-            (name,) = (n for n in second if second[n] != first[n])
-            what = {"optimizer": "corrected=0", "buffer": "'buffer seen'"}.get(
-                name, f"{name}={second[name]!r}"
-            )
-            assert re.search(rf"rank 1 has .*{re.escape(what)}", text), text
+@on_ranks(2)
+def test_ranks_that_would_exchange_something_else_are_refused(rank: int, world: int) -> None:
+    """Else an exchange of two sizes ends a process, or the common points drift apart without a word. What the
+    doors say if rank 1 has other arguments, another optimizer or another buffer."""
+    said = []
+    for door, first, second in UNLIKE:
+        how = {"optimizer": "Adam", **(second if rank else first)}
+        module = network(0)
+        if "buffer" in how:
+            module.register_buffer("seen", torch.zeros(how.pop("buffer")))
+        optimizer = OPTIMIZERS[how.pop("optimizer")](module.parameters())
+        with pytest.raises(sidcomp.SetupError) as error:
+            updates(door, module, optimizer, sidcomp.State("none"), **how)
+        said.append(str(error.value))
+    for (_, first, second), text in zip(UNLIKE, said, strict=True):
+        (name,) = (n for n in second if second[n] != first[n])
+        what = {"optimizer": "corrected=0", "buffer": "'buffer seen'"}.get(name, f"{name}={second[name]!r}")
+        assert re.search(rf"rank 1 has .*{re.escape(what)}", text), text
 
 
 # ---- exchanges

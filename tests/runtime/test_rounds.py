@@ -323,7 +323,9 @@ def examine(answers: list[dict[str, Any]], rounds_of_all: int) -> None:
 # ---- nobody is late
 
 
-def beside(rank: int, world: int, codec: str, delay: int) -> bool:
+@pytest.mark.parametrize("codec, delay", [("topk", 0), ("int4", 2), pytest.param("none", 0, marks=SLOW)])
+@on_ranks(2)
+def test_if_nobody_is_late_a_deadline_changes_no_bit(rank: int, world: int, codec: str, delay: int) -> None:
     """Whether a run with a deadline that nobody misses has the bits of one without."""
 
     def points(deadline: float | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -342,12 +344,7 @@ def beside(rank: int, world: int, codec: str, delay: int) -> bool:
                 1
             ].running_mean.clone() if not delay else torch.zeros(3)
 
-    return all(torch.equal(x, y) for x, y in zip(points(None), points(60.0), strict=True))
-
-
-@pytest.mark.parametrize("codec, delay", [("topk", 0), ("int4", 2), pytest.param("none", 0, marks=SLOW)])
-def test_if_nobody_is_late_a_deadline_changes_no_bit(codec: str, delay: int) -> None:
-    assert all(run(beside, 2, codec, delay))
+    assert all(torch.equal(x, y) for x, y in zip(points(None), points(60.0), strict=True))
 
 
 @pytest.mark.parametrize("stop, delay", [(7, 2), pytest.param(5, 0, marks=SLOW)])

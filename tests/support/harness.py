@@ -152,16 +152,17 @@ def run(
         return _run(function, world, arguments, dying, hard_limit, group_timeout, backend)
 
 
-def on_ranks(world: int | None = None) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_ranks(world: int | None = None, **how: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a test of a function that judges by itself on each rank. None: as many ranks as its parameter
-    `world` says."""
+    `world` says. how: of `run`."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         _, of_world, *others = inspect.signature(function).parameters.values()
 
         @functools.wraps(function)
         def test(**given: Any) -> None:
-            run(function, given["world"] if world is None else world, *(given[p.name] for p in others))
+            ranks = given["world"] if world is None else world
+            run(function, ranks, *(given[p.name] for p in others), **how)
 
         shown = [of_world, *others] if world is None else others
         test.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
