@@ -313,7 +313,8 @@ def refused(rank: int, world: int) -> list[str]:
     return said
 
 
-def rolled_back(rank: int, world: int) -> list[list[float]]:
+@on_ranks(1)
+def test_what_is_loaded_owes_at_its_own_rate(rank: int, world: int) -> None:
     trainer = Trainer(CASES["cap-tiny"], rank)
     state = sidcomp.State("topk", density=0.1)
     register(trainer.wrapper, state)
@@ -331,11 +332,6 @@ def rolled_back(rank: int, world: int) -> list[list[float]]:
         seen.append([g.stage.carry for g in state.engine.layout.groups])
     trainer.close()
     state.close()
-    return seen
-
-
-def test_what_is_loaded_owes_at_its_own_rate() -> None:
-    (seen,) = run(rolled_back, 1)
     assert [set(carries) for carries in seen] == [{1.0}, {1.0}, {2.0}, {2.0}, {4.0}]
 
 

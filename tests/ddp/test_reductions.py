@@ -823,15 +823,12 @@ def test_counts_and_allocates_nothing_after_the_first_steps(rank: int, world: in
     assert stats["wait_seconds"] > 0 and stats["encode_seconds"] > 0
 
 
-def refuse(rank: int, world: int, codec: str) -> str:
+@EACH
+@on_ranks(1)
+def test_planned_groups_are_refused(rank: int, world: int, codec: str) -> None:
     with pytest.raises(sidcomp.ArgumentError) as caught:
         sidcomp.State(codec, groups="auto")
-    return str(caught.value)
-
-
-@EACH
-def test_planned_groups_are_refused(codec: str) -> None:
-    (text,) = run(refuse, 1, codec)
+    text = str(caught.value)
     assert codec in text and "bucket" in text
 
 

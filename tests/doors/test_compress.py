@@ -298,7 +298,8 @@ def test_updates_of_sgd_uncompressed_are_ddp(wrapped: bool) -> None:
     assert all(x[0] < 1e-5 for x in run(averaged, 2, wrapped))
 
 
-def kinds(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_plain_module_sends_updates(rank: int, world: int) -> None:
     out: dict[str, Any] = {}
     sgd_outside = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     for name, arguments in {
@@ -336,18 +337,13 @@ def kinds(rank: int, world: int) -> dict[str, Any]:
                 "ratio": it.stats()["ratio"], "discarded": it.stats()["discarded"], "said": said.getvalue(),
                 "error": it.updates.error, "every": it.updates.every,  # type: ignore[attr-defined]
             }  # fmt: skip
-    return out
-
-
-def test_a_plain_module_sends_updates() -> None:
-    for rank, out in enumerate(run(kinds, 2)):
-        for name, one in out.items():
-            assert one["equal"] and one["moved"] > 0 and not one["discarded"], name
-            assert ("run.common()" in one["said"]) is (rank == 0), name
-            assert "without run.average()" not in one["said"]
-        assert {n for n, one in out.items() if one["error"] == "memory"} == {"outer", "parts", "memory"}
-        assert out["plain"]["ratio"] > 5 and out["named"]["ratio"] > 2 and "int4" in out["ddp"]["page"]
-        assert [out[n]["every"] for n in ("plain", "every", "outer", "ddp every")] == [1, 3, 3, 3]
+    for name, one in out.items():
+        assert one["equal"] and one["moved"] > 0 and not one["discarded"], name
+        assert ("run.common()" in one["said"]) is (rank == 0), name
+        assert "without run.average()" not in one["said"]
+    assert {n for n, one in out.items() if one["error"] == "memory"} == {"outer", "parts", "memory"}
+    assert out["plain"]["ratio"] > 5 and out["named"]["ratio"] > 2 and "int4" in out["ddp"]["page"]
+    assert [out[n]["every"] for n in ("plain", "every", "outer", "ddp every")] == [1, 3, 3, 3]
 
 
 class Normed(nn.Module):
