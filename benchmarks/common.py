@@ -20,19 +20,7 @@ from sidcomp import _core
 from benchmarks import compact_json
 from benchmarks.compact_json import RESULTS, cell
 
-__all__ = [
-    "RESULTS",
-    "cell",
-    "command",
-    "loss_row",
-    "machine",
-    "over",
-    "race",
-    "ratio",
-    "report",
-    "summary",
-    "version",
-]
+__all__ = ["RESULTS", "cell", "machine", "race", "ratio", "report", "summary", "version"]
 
 
 def command(name: str, doc: str | None) -> argparse.ArgumentParser:
