@@ -13,13 +13,11 @@ where the task or --common has SGD) holds already, and measures only what is mis
 nothing, and writes the table anew.
 """
 
-import argparse
 import json
 import shlex
 import sys
 import tempfile
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import compact_json
-from benchmarks.common import RESULTS, machine, report
+from benchmarks.common import RESULTS, command, loss_row, machine, over, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import flags
@@ -85,25 +83,14 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     metric = found[DENSE].get("metric", "validation loss")
     out = []
     for label, of in found.items():
-        # Seeds differ more than codecs do, so each is compared with dense's of the same seed.
-        over = [loss / dense[seed] - 1 for seed, loss in of["loss"].items() if seed in dense]
-        out.append(
-            {
-                "way": label,
-                "dense bytes / sent bytes": f"{of['ratio']:.1f}",
-                metric: f"{mean(of['loss'].values()):.4f}",
-                "seeds": ", ".join(f"{x:.4f}" for x in of["loss"].values()),
-                "over dense": f"{100 * mean(over):+.2f} %" if over else "",
-                "each seed": ", ".join(f"{100 * x:+.2f}" for x in over),
-            }
-        )
+        each = over(of, dense)
+        seeds = {"each seed": ", ".join(f"{100 * x:+.2f}" for x in each)}
+        out.append({"way": label, **loss_row(of, each, DENSE, metric), **seeds})
     return out
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench_adamw", __doc__)
     add = parser.add_argument
     add("--task", default="gpt", help="of examples/tasks.py (default gpt)")
     add("--world", type=int, default=4, help="ranks (default 4)")

@@ -8,11 +8,10 @@ all-reduce that sends bf16 and sums in float32. Everything trains the same model
 processes.
 """
 
-import argparse
 import sys
 from typing import Any
 
-from benchmarks.common import RESULTS, report
+from benchmarks.common import RESULTS, command, report
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import Result, measure, medians, rows
 
@@ -68,11 +67,7 @@ def search(rate: str, result: Result) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_baselines",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("bench_baselines", __doc__)
     add = parser.add_argument
     add("--hosts", type=int, default=4, help="one rank of a thread on each (default 4)")
     add("--rates", default="1gbit,100mbit", help="of each host's link, with commas (default %(default)s)")

@@ -10,12 +10,11 @@ replica exchange over the same network, and what they send is not compressed. Wi
 --ranks-per-host 2 a replica is one host, as HSDP is meant to be used.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import report
+from benchmarks.common import command, report
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure, medians, rows
 
@@ -72,9 +71,7 @@ def table(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench_doors", __doc__)
     add = parser.add_argument
     add("--hosts", type=int, default=4, help="an even number (default 4)")
     add("--ranks-per-host", type=int, default=1, help="ranks of one host, which exchange freely (default 1)")

@@ -8,7 +8,6 @@ estimate takes its profile, the codecs' speed on this machine, and the step with
 measured beside the others. More hosts than cores share them, so the codecs are taken to be slower by as much.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ from sidcomp.standalone.estimate import Estimate, candidates, estimate
 from sidcomp.standalone.model_shapes import Model, Parameter
 from sidcomp.standalone.simulation import Compute, Measured, measure_all
 
-from benchmarks.common import RESULTS, machine, report
+from benchmarks.common import RESULTS, command, machine, report
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -123,9 +122,7 @@ def cell(task: str, world: int, rate: str, steps: int, turns: int) -> list[dict[
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench_estimate", __doc__)
     add = parser.add_argument
     add("--task", default="gpt", help="lm or gpt (default)")
     add("--world", type=int, nargs="+", default=[2], help="hosts (default 2)")

@@ -23,7 +23,7 @@ from sidcomp.doors.ddp import register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.common import RESULTS, report, summary
+from benchmarks.common import RESULTS, command, report, summary
 
 BUILT_IN = "torch's all-reduce hook"
 
@@ -141,11 +141,7 @@ def elements(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_hook",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("bench_hook", __doc__)
     parser.add_argument("--width", type=int, default=1024, help="of each square layer (default 1024)")
     parser.add_argument("--depth", type=int, default=6, help="layers (default 6: 6.3 million parameters)")
     parser.add_argument("--batch", type=int, default=128, help="rows a rank (default 128)")

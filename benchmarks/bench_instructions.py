@@ -10,7 +10,6 @@ there the processor executes one instruction at a time (ptrace). It needs a cros
 gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user).
 """
 
-import argparse
 import bisect
 import json
 import subprocess
@@ -24,7 +23,7 @@ from sidcomp import _core
 from sidcomp.config.accuracy import FORTIETH
 
 from benchmarks.bench_codec import RANKS, home
-from benchmarks.common import RESULTS, report
+from benchmarks.common import RESULTS, command, report
 
 ROOT = Path(__file__).resolve().parent.parent
 CROSS = "aarch64-linux-gnu-gcc"
@@ -147,11 +146,7 @@ def place(column: str) -> tuple[int, int, int]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_instructions",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("bench_instructions", __doc__)
     best = _core.isa_best()
     parser.add_argument("--isa", nargs="+", default=["neon", "avx2", best], choices=list(ISAS))
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the codecs' names")

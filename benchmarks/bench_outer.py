@@ -26,7 +26,6 @@ import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import compact_json
-from benchmarks.common import RESULTS, machine, report, summary
+from benchmarks.common import RESULTS, command, loss_row, machine, over, report, summary
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.outer import RATES, WAYS, learn
 
@@ -91,19 +90,7 @@ def in_order(cell: tuple[str, int]) -> tuple[int, int]:
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     dense = found[DENSE]["loss"]
-    out = []
-    for label, of in found.items():
-        over = [loss / dense[seed] - 1 for seed, loss in of["loss"].items() if seed in dense]
-        out.append(
-            {
-                "way": label,
-                "dense bytes / sent bytes": f"{of['ratio']:.1f}",
-                "validation loss": f"{mean(of['loss'].values()):.4f}",
-                "seeds": ", ".join(f"{x:.4f}" for x in of["loss"].values()),
-                "over dense": f"{100 * mean(over):+.2f} %" if over else "",
-            }
-        )
-    return out
+    return [{"way": label, **loss_row(of, over(of, dense), DENSE)} for label, of in found.items()]
 
 
 def precision(args: argparse.Namespace) -> str:
@@ -121,17 +108,13 @@ def rows_at_equal_time(found: dict[str, Any]) -> list[dict[str, Any]]:
         ddp = next(
             (o["loss"] for o in found.values() if (o["way"], o["seconds"]) == (DDP, of["seconds"])), {}
         )
-        over = [loss / ddp[seed] - 1 for seed, loss in of["loss"].items() if seed in ddp]
         row = {
             "way": of["way"],
             "every": str(of["every"]),
             "seconds": f"{of['seconds']:g}",
             "ms a step": f"{of['ms']:.1f}",
             "steps": str(of["steps"]),
-            "dense bytes / sent bytes": f"{of['ratio']:.1f}",
-            "validation loss": f"{mean(of['loss'].values()):.4f}",
-            "seeds": ", ".join(f"{x:.4f}" for x in of["loss"].values()),
-            "over DDP": f"{100 * mean(over):+.2f} %" if over else "",
+            **loss_row(of, over(of, ddp), DDP),
         }
         if "took" in of:
             row["seconds taken"] = ", ".join(f"{x:.1f}" for x in of["took"].values())
@@ -322,9 +305,7 @@ def at_equal_time(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench_outer", __doc__)
     add = parser.add_argument
     add("--task", default="lm", choices=sorted(RATES), help="of examples/tasks.py (default lm, the GRU)")
     add("--world", type=int, default=4, help="ranks (default 4)")

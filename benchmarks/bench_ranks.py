@@ -12,7 +12,6 @@ a core, and a cost for each message, which is fitted once, on a gradient of few 
 The picture shows steps of ResNet-50: what a rank computes, and what it waits for exchanges.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -36,7 +35,7 @@ from sidcomp.standalone.model_shapes import Model, Parameter
 from sidcomp.standalone.simulation import Candidate, Compute, Link, Row, measure, methods, simulate
 
 from benchmarks import models
-from benchmarks.common import RESULTS, report, summary
+from benchmarks.common import RESULTS, command, report, summary
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure as run_hooks
 from benchmarks.netlab.together import share_of
@@ -349,11 +348,7 @@ def _saved(name: str) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_ranks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("bench_ranks", __doc__)
     add = parser.add_argument
     add("--picture", action="store_true", help="only the picture, and the table of its numbers")
     add(

@@ -1,5 +1,6 @@
 """What the benchmarks share: calls timed in turn, a table, a JSON file that says where it was measured."""
 
+import argparse
 import importlib
 import os
 import platform
@@ -20,6 +21,29 @@ from benchmarks import compact_json, payloads
 from benchmarks.compact_json import RESULTS, cell
 
 __all__ = ["RESULTS", "cell", "machine", "race", "ratio", "report", "summary", "version", "write"]
+
+
+def command(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a benchmark, which shows its module's docstring."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"python -m benchmarks.{name}", description=doc, formatter_class=raw)
+
+
+def over(of: dict[str, Any], base: Mapping[str, float]) -> list[float]:
+    """What each seed's loss is over that of the same seed in `base`: seeds differ more than codecs do."""
+    return [loss / base[seed] - 1 for seed, loss in of["loss"].items() if seed in base]
+
+
+def loss_row(
+    of: dict[str, Any], each: list[float], base: str, metric: str = "validation loss"
+) -> dict[str, str]:
+    """The columns that all tables of losses have. each: as `over` gives it, over what is named `base`."""
+    return {
+        "dense bytes / sent bytes": f"{of['ratio']:.1f}",
+        metric: f"{statistics.mean(of['loss'].values()):.4f}",
+        "seeds": ", ".join(f"{x:.4f}" for x in of["loss"].values()),
+        f"over {base}": f"{100 * statistics.mean(each):+.2f} %" if each else "",
+    }
 
 
 class Timing(NamedTuple):

@@ -14,7 +14,6 @@ what compress() returns: 32 for each value and 32 for each index there, whole pa
 sidcomp. Tensors of less than 1024 elements are sent uncompressed by sidcomp's rows.
 """
 
-import argparse
 import json
 import math
 import pickle
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor, nn
 
-from benchmarks.common import RESULTS, report
+from benchmarks.common import RESULTS, command, report
 
 SEEDS = 42, 123, 456  # of the task's leaderboard
 SMALL = 1024  # elements: a smaller tensor costs more as a payload than as it is
@@ -243,11 +242,7 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.mls_bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("mls_bench", __doc__)
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="with CIFAR-10 and CIFAR-100")
     parser.add_argument("--epochs", type=int, help="200 with --data, else 10")
     parser.add_argument("--seeds", type=int, default=3, help="of 42, 123, 456 (default 3)")

@@ -157,6 +157,11 @@ typedef struct sid_codec {
     void (*learn)(const sid_plan *p, sid_state *s, const uint8_t *payload);
 } sid_codec;
 
+/* The functions that every codec has, in the order of their fields. */
+#define SID_STAGES(plan_, begin_, tile_, finish_, keep_, none_, check_, open_, decode_)                                \
+    .plan = plan_, .begin = begin_, .tile = tile_, .finish = finish_, .keep = keep_, .none = none_, .check = check_,   \
+    .open = open_, .decode = decode_
+
 /* ---- memory --------------------------------------------------------------------------------------------------- */
 typedef struct sid_memory {
     sid_info info;
@@ -187,16 +192,8 @@ typedef struct sid_memory {
 #define SID_MEMORY_DTYPE "memory_dtype"
 extern const char *const sid_memory_dtypes[];
 #define SID_MEMORY_DTYPE_ROW                                                                                           \
-    {                                                                                                                  \
-        .name = SID_MEMORY_DTYPE,                                                                                      \
-        .kind = SID_CHOICE,                                                                                            \
-        .dflt = 0,                                                                                                     \
-        .min = 0,                                                                                                      \
-        .max = 1,                                                                                                      \
-        .unit = "",                                                                                                    \
-        .choices = sid_memory_dtypes,                                                                                  \
-        .doc = "What the memory is stored in. bfloat16 takes half the bytes and is rounded at random; CPU only.",      \
-    }
+    SID_CHOICE_ROW(SID_MEMORY_DTYPE, sid_memory_dtypes, 0, 1,                                                          \
+                   "What the memory is stored in. bfloat16 takes half the bytes and is rounded at random; CPU only.")
 
 /* ---- helpers --------------------------------------------------------------------------------------------------- */
 /* Writes err->text; returns s. */

@@ -472,13 +472,8 @@ static void decode_parts(sid_gather *g, float *const *out, uint64_t offset, uint
 /* ---- registry ------------------------------------------------------------------------------------------------ */
 
 static const sid_param params[] = {
-    [DEADZONE_BITS] = {.name = "bits",
-                       .kind = SID_REAL,
-                       .dflt = .8,
-                       .min = .1,
-                       .max = 2,
-                       .unit = "bits an element",
-                       .doc = "Size of a payload in bits for each element. Groups of few elements take more."},
+    [DEADZONE_BITS] = SID_NUMBER_ROW("bits", SID_REAL, .8, .1, 2, "bits an element",
+                                     "Size of a payload in bits for each element. Groups of few elements take more."),
 };
 
 const sid_codec sid_codec_deadzone = {
@@ -492,18 +487,10 @@ const sid_codec sid_codec_deadzone = {
              SID_PARAMETERS(params),
              .traits = SID_SPARSE,
              .wire_id = 25},
-    .plan = plan,
-    .begin = begin,
-    .tile = sparse_capture,
-    .finish = finish,
-    .keep = keep,
-    .none = sparse_none,
+    SID_STAGES(plan, begin, sparse_capture, finish, keep, sparse_none, check, open_all, decode),
     .bound = bounds,
     .bounds = sizeof bounds / sizeof *bounds,
     .rescale = rescale,
-    .check = check,
-    .open = open_all,
-    .decode = decode,
     .part = stream_length,
     .decode_parts = decode_parts,
 };

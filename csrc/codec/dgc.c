@@ -29,21 +29,12 @@ enum {
 
 static const sid_param params[] = {
     SPARSE_PARAM_ROWS,
-    {.name = "sample",
-     .kind = SID_REAL,
-     .dflt = .01,
-     .min = 1e-4,
-     .max = 1,
-     .unit = "of n",
-     .doc = "Fraction of the elements that the threshold is estimated from (the paper: 0.1 % to 1 %)."},
-    {.name = "hits",
-     .kind = SID_INT,
-     .dflt = 16,
-     .min = 1,
-     .max = 1e6,
-     .unit = "",
-     .doc = "The sample is at least so large that about this many of its elements pass (not in the paper; for small "
-            "groups)."},
+    SID_NUMBER_ROW("sample", SID_REAL, .01, 1e-4, 1, "of n",
+                   "Fraction of the elements that the threshold is estimated from (the paper: 0.1 % to 1 %)."),
+    SID_NUMBER_ROW(
+        "hits", SID_INT, 16, 1, 1e6, "",
+        "The sample is at least so large that about this many of its elements pass (not in the paper; for small "
+        "groups)."),
 };
 
 /* Persists over the passes of one encode. */

@@ -28,20 +28,10 @@ static const sid_bound bounds[] = {[LAST] = SID_KEY_BOUND, [SPREAD] = SID_SPREAD
 
 static const sid_param params[] = {
     SPARSE_PARAM_ROWS,
-    {.name = "rounds",
-     .kind = SID_INT,
-     .dflt = 3,
-     .min = 1,
-     .max = 10,
-     .unit = "",
-     .doc = "Number of thresholds that are tried, including the fitted one."},
-    {.name = "capacity",
-     .kind = SID_REAL,
-     .dflt = 1.34,
-     .min = 1,
-     .max = 1e6,
-     .unit = "times k",
-     .doc = "Capacity of the payload. If more elements pass, the largest are sent and the rest stays in the memory."},
+    SID_NUMBER_ROW("rounds", SID_INT, 3, 1, 10, "", "Number of thresholds that are tried, including the fitted one."),
+    SID_NUMBER_ROW(
+        "capacity", SID_REAL, 1.34, 1, 1e6, "times k",
+        "Capacity of the payload. If more elements pass, the largest are sent and the rest stays in the memory."),
     SPARSE_FLOOR_ROW,
 };
 

@@ -273,26 +273,17 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
 /* ---- registry ------------------------------------------------------------------------------------------------ */
 
 static const sid_param params[] = {
-    [LOSSLESS_BITS] = {.name = "bits",
-                       .kind = SID_INT,
-                       .dflt = 4,
-                       .min = 3,
-                       .max = 4,
-                       .unit = "bits",
-                       .doc = "Of an exponent: 0, and the largest of 128 elements and those down to 2^5 (3 bits) or "
-                              "2^13 (4) below it. 3 is "
-                              "smaller where neighbors are of similar size, as in recurrent networks."},
-    [LOSSLESS_EXCEPTIONS] =
-        {.name = "exceptions",
-         .kind = SID_REAL,
-         .dflt = .05,
-         .min = 0,
-         .max = 1,
-         .unit = "of n",
-         .doc = "Room for the exponents of smaller elements, a byte each, and for 64 more. What has no "
-                "room, always below 2^-5 (3 bits) or 2^-13 (4) of the largest of its 128, stays in the memory for "
-                "later steps. With the default a payload is at most 254 bytes larger than its elements, and from "
-                "480 elements on (float16: 3616) no larger."},
+    [LOSSLESS_BITS] =
+        SID_NUMBER_ROW("bits", SID_INT, 4, 3, 4, "bits",
+                       "Of an exponent: 0, and the largest of 128 elements and those down to 2^5 (3 bits) or "
+                       "2^13 (4) below it. 3 is "
+                       "smaller where neighbors are of similar size, as in recurrent networks."),
+    [LOSSLESS_EXCEPTIONS] = SID_NUMBER_ROW(
+        "exceptions", SID_REAL, .05, 0, 1, "of n",
+        "Room for the exponents of smaller elements, a byte each, and for 64 more. What has no "
+        "room, always below 2^-5 (3 bits) or 2^-13 (4) of the largest of its 128, stays in the memory for "
+        "later steps. With the default a payload is at most 254 bytes larger than its elements, and from "
+        "480 elements on (float16: 3616) no larger."),
 };
 
 const sid_codec sid_codec_lossless = {
@@ -305,14 +296,6 @@ const sid_codec sid_codec_lossless = {
                 "78 % of bfloat16.",
          SID_PARAMETERS(params),
          .wire_id = 4},
-    .plan = plan,
-    .begin = begin,
-    .tile = tile,
-    .finish = finish,
-    .keep = keep,
+    SID_STAGES(plan, begin, tile, finish, keep, rule_none, check, open_all, decode),
     .sent_from = sent_from,
-    .none = rule_none,
-    .check = check,
-    .open = open_all,
-    .decode = decode,
 };

@@ -242,33 +242,18 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
 
 static const char *const roundings[] = {"nearest", "stochastic", NULL};
 static const sid_param params[] = {
-    [MICRO_ROUNDING] = {.name = "rounding",
-                        .kind = SID_CHOICE,
-                        .dflt = 0,
-                        .min = 0,
-                        .max = 1,
-                        .unit = "",
-                        .choices = roundings,
-                        .doc = "nearest: to the nearest code, ties to even. stochastic: to one of the two neighbors at "
-                               "random, so that the mean is right of what is not cut off."},
+    [MICRO_ROUNDING] =
+        SID_CHOICE_ROW("rounding", roundings, 0, 1,
+                       "nearest: to the nearest code, ties to even. stochastic: to one of the two neighbors at "
+                       "random, so that the mean is right of what is not cut off."),
 };
 
 #define MICRO_CODEC(symbol, ...)                                                                                       \
-    const sid_codec sid_codec_##symbol = {.info = {.name = #symbol,                                                    \
-                                                   .family = "quantised",                                              \
-                                                   .traits = SID_STOCHASTIC,                                           \
-                                                   SID_PARAMETERS(params),                                             \
-                                                   __VA_ARGS__},                                                       \
-                                          .plan = plan_##symbol,                                                       \
-                                          .begin = begin,                                                              \
-                                          .tile = tile,                                                                \
-                                          .finish = finish,                                                            \
-                                          .written = written,                                                          \
-                                          .keep = keep,                                                                \
-                                          .none = rule_none,                                                           \
-                                          .check = check,                                                              \
-                                          .open = open_all,                                                            \
-                                          .decode = decode}
+    const sid_codec sid_codec_##symbol = {                                                                             \
+        .info =                                                                                                        \
+            {.name = #symbol, .family = "quantised", .traits = SID_STOCHASTIC, SID_PARAMETERS(params), __VA_ARGS__},   \
+        SID_STAGES(plan_##symbol, begin, tile, finish, keep, rule_none, check, open_all, decode),                      \
+        .written = written}
 
 MICRO_CODEC(mxfp4, .wire_id = 56, .paper = "OCP Microscaling Formats (MX) Specification 1.0, MXFP4",
             .doc = "4-bit floats (E2M1), and for each block of 32 elements a scale of 8 bits, a power of two.");

@@ -434,14 +434,6 @@ const sid_codec sid_codec_powersgd = {
              SID_PARAMETERS(params),
              .doc = "Matrices are sent as two thin factors that start from those of the last step, averaged by two "
                     "all-reduces; vectors are sent as they are."},
-    .plan = plan,
+    SID_STAGES(plan, begin, tile, finish, keep, rule_none, check, linear_open, decode),
     .place = place,
-    .begin = begin,
-    .tile = tile,
-    .finish = finish,
-    .keep = keep,
-    .none = rule_none,
-    .check = check,
-    .open = linear_open,
-    .decode = decode,
     .learn = learn};

@@ -426,23 +426,13 @@ static const char *const formats[] = {"e4m3", "e5m2", NULL};
 static const char *const norms[] = {"l2", "max", NULL};
 
 #define BLOCK_ROW                                                                                                      \
-    {.name = "block",                                                                                                  \
-     .kind = SID_INT,                                                                                                  \
-     .dflt = 256,                                                                                                      \
-     .min = 64,                                                                                                        \
-     .max = SID_MAX_TILE,                                                                                              \
-     .unit = "elements, a power of two",                                                                               \
-     .doc = "Number of elements that share a scale. A scale is a float32."}
+    SID_NUMBER_ROW("block", SID_INT, 256, 64, SID_MAX_TILE, "elements, a power of two",                                \
+                   "Number of elements that share a scale. A scale is a float32.")
 #define ROUNDING_ROW                                                                                                   \
-    {.name = "rounding",                                                                                               \
-     .kind = SID_CHOICE,                                                                                               \
-     .dflt = 0,                                                                                                        \
-     .min = 0,                                                                                                         \
-     .max = 1,                                                                                                         \
-     .unit = "",                                                                                                       \
-     .choices = roundings,                                                                                             \
-     .doc = "nearest: to the nearest code, ties to even. stochastic: to one of the two neighbors at random, so that "  \
-            "the mean is right."}
+    SID_CHOICE_ROW(                                                                                                    \
+        "rounding", roundings, 0, 1,                                                                                   \
+        "nearest: to the nearest code, ties to even. stochastic: to one of the two neighbors at random, so that "      \
+        "the mean is right.")
 
 static const sid_param int_params[] = {
     [INT_BLOCK] = BLOCK_ROW,
@@ -451,65 +441,32 @@ static const sid_param int_params[] = {
 static const sid_param fitted_params[] = {[FITTED_BLOCK] = BLOCK_ROW};
 static const sid_param fp8_params[] = {
     [F8_BLOCK] = BLOCK_ROW,
-    [F8_FORMAT] = {.name = "format",
-                   .kind = SID_CHOICE,
-                   .dflt = 0,
-                   .min = 0,
-                   .max = 1,
-                   .unit = "",
-                   .choices = formats,
-                   .doc = "e4m3: 3 bits of mantissa, 2^-9 to 448. e5m2: 2 bits, 2^-16 to 57344."},
+    [F8_FORMAT] =
+        SID_CHOICE_ROW("format", formats, 0, 1, "e4m3: 3 bits of mantissa, 2^-9 to 448. e5m2: 2 bits, 2^-16 to 57344."),
     [F8_ROUNDING] = ROUNDING_ROW,
 };
 static const sid_param qsgd_params[] = {
-    [QSGD_BITS] =
-        {.name = "bits",
-         .kind = SID_INT,
-         .dflt = 8,
-         .min = 2,
-         .max = 8,
-         .unit = "bits",
-         .doc = "Bits of the sign and level of an element; there are s = 2^(bits - 1) - 1 levels (MergeComp: 8 bits)."},
-    [QSGD_NORM] =
-        {.name = "norm",
-         .kind = SID_CHOICE,
-         .dflt = 0,
-         .min = 0,
-         .max = 1,
-         .unit = "",
-         .choices = norms,
-         .doc = "The number that the levels divide: the Euclidean norm, as in the paper, or the largest magnitude."},
-    [QSGD_BUCKET] = {.name = "bucket",
-                     .kind = SID_INT,
-                     .dflt = 512,
-                     .min = 0,
-                     .max = SID_MAX_TILE,
-                     .unit = "elements, a power of two",
-                     .doc = "Number of elements that share a norm, 128 or more. 0: the whole group, as in the paper's "
-                            "theorem, which takes a second pass."},
+    [QSGD_BITS] = SID_NUMBER_ROW(
+        "bits", SID_INT, 8, 2, 8, "bits",
+        "Bits of the sign and level of an element; there are s = 2^(bits - 1) - 1 levels (MergeComp: 8 bits)."),
+    [QSGD_NORM] = SID_CHOICE_ROW(
+        "norm", norms, 0, 1,
+        "The number that the levels divide: the Euclidean norm, as in the paper, or the largest magnitude."),
+    [QSGD_BUCKET] =
+        SID_NUMBER_ROW("bucket", SID_INT, 512, 0, SID_MAX_TILE, "elements, a power of two",
+                       "Number of elements that share a norm, 128 or more. 0: the whole group, as in the paper's "
+                       "theorem, which takes a second pass."),
 };
 static const sid_param terngrad_params[] = {
-    [TERN_CLIP] = {.name = "clip",
-                   .kind = SID_REAL,
-                   .dflt = 2.5,
-                   .min = 0.1,
-                   .max = 1e6,
-                   .unit = "standard deviations",
-                   .doc = "c: magnitudes above c * sigma become c * sigma (2.5)."},
+    [TERN_CLIP] = SID_NUMBER_ROW("clip", SID_REAL, 2.5, 0.1, 1e6, "standard deviations",
+                                 "c: magnitudes above c * sigma become c * sigma (2.5)."),
 };
 
 #define QUANT_CODEC(symbol, rows, ...)                                                                                 \
-    const sid_codec sid_codec_##symbol = {.info = {.family = "quantised", SID_PARAMETERS(rows), __VA_ARGS__},          \
-                                          .plan = plan_##symbol,                                                       \
-                                          .begin = begin,                                                              \
-                                          .tile = tile,                                                                \
-                                          .finish = finish,                                                            \
-                                          .written = written,                                                          \
-                                          .keep = keep,                                                                \
-                                          .none = rule_none,                                                           \
-                                          .check = check,                                                              \
-                                          .open = open_all,                                                            \
-                                          .decode = decode}
+    const sid_codec sid_codec_##symbol = {                                                                             \
+        .info = {.family = "quantised", SID_PARAMETERS(rows), __VA_ARGS__},                                            \
+        SID_STAGES(plan_##symbol, begin, tile, finish, keep, rule_none, check, open_all, decode),                      \
+        .written = written}
 
 QUANT_CODEC(int8, int_params, .name = "int8", .wire_id = 48, .traits = SID_STOCHASTIC,
             .paper = "Dettmers et al. 2022 (block-wise quantisation), with even steps",

@@ -32,23 +32,12 @@ __extension__ typedef unsigned __int128 wide;
 static const char *const value_names[] = {"f32", "f16", NULL}, *const scaling_names[] = {"auto", "off", NULL};
 static const sid_param params[] = {
     SPARSE_DENSITY_ROW,
-    {.name = "values",
-     .kind = SID_CHOICE,
-     .dflt = SID_VALUES_F32,
-     .min = 0,
-     .max = SID_VALUES_F16,
-     .unit = "",
-     .choices = value_names,
-     .doc = "Format of the values. The rounding error of float16 stays in the residual."},
-    {.name = "scaling",
-     .kind = SID_CHOICE,
-     .dflt = 0,
-     .min = 0,
-     .max = 1,
-     .unit = "",
-     .choices = scaling_names,
-     .doc = "auto: values are multiplied by n/k, which makes them unbiased, unless a memory keeps what is not sent. "
-            "off: values are sent as they are."},
+    SID_CHOICE_ROW("values", value_names, SID_VALUES_F32, SID_VALUES_F16,
+                   "Format of the values. The rounding error of float16 stays in the residual."),
+    SID_CHOICE_ROW(
+        "scaling", scaling_names, 0, 1,
+        "auto: values are multiplied by n/k, which makes them unbiased, unless a memory keeps what is not sent. "
+        "off: values are sent as they are."),
 };
 
 static int is_linear(const sid_plan *p) { return (p->codec->info.traits & SID_LINEAR) != 0; }
@@ -230,16 +219,9 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
 }
 
 #define RANDK_CODEC(symbol, ...)                                                                                       \
-    const sid_codec sid_codec_##symbol = {.info = {.family = "sparse", SID_PARAMETERS(params), __VA_ARGS__},           \
-                                          .plan = plan,                                                                \
-                                          .begin = begin,                                                              \
-                                          .tile = tile,                                                                \
-                                          .finish = finish,                                                            \
-                                          .keep = keep,                                                                \
-                                          .none = rule_none,                                                           \
-                                          .check = check,                                                              \
-                                          .open = open_all,                                                            \
-                                          .decode = decode}
+    const sid_codec sid_codec_##symbol = {                                                                             \
+        .info = {.family = "sparse", SID_PARAMETERS(params), __VA_ARGS__},                                             \
+        SID_STAGES(plan, begin, tile, finish, keep, rule_none, check, open_all, decode)}
 
 RANDK_CODEC(randk, .name = "randk", .wire_id = 22,
             .paper = "Stich et al. 2018 (rand_k), with the same draw on every rank",

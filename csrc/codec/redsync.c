@@ -40,47 +40,23 @@ static const char *const method_names[] = {"trimmed", "binary", NULL}, *const me
                                                                                               NULL};
 static const sid_param params[] = {
     SPARSE_PARAM_ROWS,
-    {.name = "method",
-     .kind = SID_CHOICE,
-     .dflt = REDSYNC_TRIMMED,
-     .min = 0,
-     .max = 1,
-     .unit = "",
-     .choices = method_names,
-     .doc = "trimmed: trimmed top-k (Algorithm 2, for 128 KB to 4 MB). binary: threshold binary search (Algorithm 3, "
-            "for larger groups), which ends anywhere between k and 2k elements: its payload has room for 2k, twice the "
-            "bytes. trimmed sends exactly k and takes as long here."},
-    {.name = "quantised",
-     .kind = SID_CHOICE,
-     .dflt = REDSYNC_VALUES,
-     .min = 0,
-     .max = REDSYNC_MEAN_AND_DROP,
-     .unit = "",
-     .choices = mean_names,
-     .doc = "on: elements of one sign in each step, and one mean instead of their values (section 5.2.3); not for "
-            "output layers. What the mean leaves of an element stays in the memory. printed: it is dropped, as "
-            "Algorithm 4 prints (lines 20 to 25)."},
-    {.name = "trim",
-     .kind = SID_REAL,
-     .dflt = .2,
-     .min = .01,
-     .max = 1,
-     .unit = "",
-     .doc = "epsilon of Algorithm 2: the amount by which each trial lowers the ratio."},
-    {.name = "epsilon",
-     .kind = SID_REAL,
-     .dflt = 1e-6,
-     .min = 1e-9,
-     .max = .5,
-     .unit = "",
-     .doc = "epsilon of Algorithm 3: the search for a ratio ends at this precision. The paper has no number for it."},
-    {.name = "interval",
-     .kind = SID_INT,
-     .dflt = 5,
-     .min = 1,
-     .max = REDSYNC_LONGEST,
-     .unit = "steps",
-     .doc = "Number of steps for which a threshold of the binary search is used (section 5.2.2: 5)."},
+    SID_CHOICE_ROW(
+        "method", method_names, REDSYNC_TRIMMED, 1,
+        "trimmed: trimmed top-k (Algorithm 2, for 128 KB to 4 MB). binary: threshold binary search (Algorithm 3, "
+        "for larger groups), which ends anywhere between k and 2k elements: its payload has room for 2k, twice the "
+        "bytes. trimmed sends exactly k and takes as long here."),
+    SID_CHOICE_ROW(
+        "quantised", mean_names, REDSYNC_VALUES, REDSYNC_MEAN_AND_DROP,
+        "on: elements of one sign in each step, and one mean instead of their values (section 5.2.3); not for "
+        "output layers. What the mean leaves of an element stays in the memory. printed: it is dropped, as "
+        "Algorithm 4 prints (lines 20 to 25)."),
+    SID_NUMBER_ROW("trim", SID_REAL, .2, .01, 1, "",
+                   "epsilon of Algorithm 2: the amount by which each trial lowers the ratio."),
+    SID_NUMBER_ROW(
+        "epsilon", SID_REAL, 1e-6, 1e-9, .5, "",
+        "epsilon of Algorithm 3: the search for a ratio ends at this precision. The paper has no number for it."),
+    SID_NUMBER_ROW("interval", SID_INT, 5, 1, REDSYNC_LONGEST, "steps",
+                   "Number of steps for which a threshold of the binary search is used (section 5.2.2: 5)."),
     SPARSE_FLOOR_ROW,
 };
 

@@ -70,68 +70,30 @@ static const char *const ratio_names[] = {"repeated", "even", NULL};
 static const char *const adapt_names[] = {"printed", "turning", NULL};
 #define SIDCO_PARAM_ROWS                                                                                               \
     SPARSE_PARAM_ROWS,                                                                                                 \
-        {.name = "delta1",                                                                                             \
-         .kind = SID_REAL,                                                                                             \
-         .dflt = .25,                                                                                                  \
-         .min = .01,                                                                                                   \
-         .max = .99,                                                                                                   \
-         .unit = "",                                                                                                   \
-         .doc = "delta_1: ratio of the first stage (section 4.1: 0.25)."},                                             \
-        {.name = "epsilon_H",                                                                                          \
-         .kind = SID_REAL,                                                                                             \
-         .dflt = .2,                                                                                                   \
-         .min = 0,                                                                                                     \
-         .max = 1e6,                                                                                                   \
-         .unit = "",                                                                                                   \
-         .doc = "Tolerated excess of the achieved ratio (section 4.1: 20 %)."},                                        \
-        {.name = "epsilon_L",                                                                                          \
-         .kind = SID_REAL,                                                                                             \
-         .dflt = .2,                                                                                                   \
-         .min = 0,                                                                                                     \
-         .max = .99,                                                                                                   \
-         .unit = "",                                                                                                   \
-         .doc = "Tolerated shortfall of the achieved ratio (section 4.1: 20 %)."},                                     \
-        {.name = "Q",                                                                                                  \
-         .kind = SID_INT,                                                                                              \
-         .dflt = 5,                                                                                                    \
-         .min = 1,                                                                                                     \
-         .max = SIDCO_LONGEST,                                                                                         \
-         .unit = "steps",                                                                                              \
-         .doc = "Number of steps between adaptations of the number of stages (section 4.1: 5)."},                      \
-        {.name = "max_stages",                                                                                         \
-         .kind = SID_INT,                                                                                              \
-         .dflt = SIDCO_STAGES,                                                                                         \
-         .min = 1,                                                                                                     \
-         .max = SIDCO_STAGES,                                                                                          \
-         .unit = "",                                                                                                   \
-         .doc = "M_max of Algorithm 1. ratios=even uses up to log2(1/density) stages, ratios=repeated as many as "     \
-                "leave the last one a ratio below 1."},                                                                \
-        {.name = "capacity",                                                                                           \
-         .kind = SID_REAL,                                                                                             \
-         .dflt = 1.25,                                                                                                 \
-         .min = 1,                                                                                                     \
-         .max = 1e6,                                                                                                   \
-         .unit = "times k",                                                                                            \
-         .doc = "Capacity of the payload. If more elements pass, the largest are sent and the rest stays in the "      \
-                "memory."},                                                                                            \
-        {.name = "ratios",                                                                                             \
-         .kind = SID_CHOICE,                                                                                           \
-         .dflt = 1,                                                                                                    \
-         .min = 0,                                                                                                     \
-         .max = 1,                                                                                                     \
-         .unit = "",                                                                                                   \
-         .choices = ratio_names,                                                                                       \
-         .doc = "Ratios of the stages after the first. even: all the same. repeated: delta_1 for all but the last, "   \
-                "which gets the rest."},                                                                               \
-        {.name = "adapt",                                                                                              \
-         .kind = SID_CHOICE,                                                                                           \
-         .dflt = 1,                                                                                                    \
-         .min = 0,                                                                                                     \
-         .max = 1,                                                                                                     \
-         .unit = "",                                                                                                   \
-         .choices = adapt_names,                                                                                       \
-         .doc = "How the number of stages adapts. printed: as in Algorithm 1, fewer stages if too many elements "      \
-                "pass. turning: the direction changes if that made it worse."},                                        \
+        SID_NUMBER_ROW("delta1", SID_REAL, .25, .01, .99, "",                                                          \
+                       "delta_1: ratio of the first stage (section 4.1: 0.25)."),                                      \
+        SID_NUMBER_ROW("epsilon_H", SID_REAL, .2, 0, 1e6, "",                                                          \
+                       "Tolerated excess of the achieved ratio (section 4.1: 20 %)."),                                 \
+        SID_NUMBER_ROW("epsilon_L", SID_REAL, .2, 0, .99, "",                                                          \
+                       "Tolerated shortfall of the achieved ratio (section 4.1: 20 %)."),                              \
+        SID_NUMBER_ROW("Q", SID_INT, 5, 1, SIDCO_LONGEST, "steps",                                                     \
+                       "Number of steps between adaptations of the number of stages (section 4.1: 5)."),               \
+        SID_NUMBER_ROW(                                                                                                \
+            "max_stages", SID_INT, SIDCO_STAGES, 1, SIDCO_STAGES, "",                                                  \
+            "M_max of Algorithm 1. ratios=even uses up to log2(1/density) stages, ratios=repeated as many as "         \
+            "leave the last one a ratio below 1."),                                                                    \
+        SID_NUMBER_ROW(                                                                                                \
+            "capacity", SID_REAL, 1.25, 1, 1e6, "times k",                                                             \
+            "Capacity of the payload. If more elements pass, the largest are sent and the rest stays in the "          \
+            "memory."),                                                                                                \
+        SID_CHOICE_ROW(                                                                                                \
+            "ratios", ratio_names, 1, 1,                                                                               \
+            "Ratios of the stages after the first. even: all the same. repeated: delta_1 for all but the last, "       \
+            "which gets the rest."),                                                                                   \
+        SID_CHOICE_ROW(                                                                                                \
+            "adapt", adapt_names, 1, 1,                                                                                \
+            "How the number of stages adapts. printed: as in Algorithm 1, fewer stages if too many elements "          \
+            "pass. turning: the direction changes if that made it worse."),                                            \
         SPARSE_FLOOR_ROW
 
 static const sid_param params[] = {SIDCO_PARAM_ROWS};
@@ -139,22 +101,11 @@ static const char *const shape_names[] = {"closed", "mle", NULL};
 static const char *const quantile_names[] = {"bound", "exact", NULL};
 static const sid_param gamma_params[] = {
     SIDCO_PARAM_ROWS,
-    {.name = "shape",
-     .kind = SID_CHOICE,
-     .dflt = 0,
-     .min = 0,
-     .max = 1,
-     .unit = "",
-     .choices = shape_names,
-     .doc = "Estimate of the gamma's shape: closed form (equation 16), or maximum likelihood (equation 26)."},
-    {.name = "quantile",
-     .kind = SID_CHOICE,
-     .dflt = 1,
-     .min = 0,
-     .max = 1,
-     .unit = "",
-     .choices = quantile_names,
-     .doc = "Quantile of the fitted gamma distribution. exact: equation 14. bound: equation 15, which lies above it."},
+    SID_CHOICE_ROW("shape", shape_names, 0, 1,
+                   "Estimate of the gamma's shape: closed form (equation 16), or maximum likelihood (equation 26)."),
+    SID_CHOICE_ROW(
+        "quantile", quantile_names, 1, 1,
+        "Quantile of the fitted gamma distribution. exact: equation 14. bound: equation 15, which lies above it."),
 };
 
 /* Which distribution is fitted. */

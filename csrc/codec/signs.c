@@ -284,49 +284,29 @@ static const char *const merges[] = {"mean", "draw", NULL};
 
 #define VOTE_PARAMS(dflt_)                                                                                             \
     {                                                                                                                  \
-        {.name = "aggregate",                                                                                          \
-         .kind = SID_CHOICE,                                                                                           \
-         .dflt = (dflt_),                                                                                              \
-         .min = 0,                                                                                                     \
-         .max = 1,                                                                                                     \
-         .unit = "",                                                                                                   \
-         .choices = votes,                                                                                             \
-         .doc = "mean: the mean of the ranks' signs. majority: +-magnitude by majority vote, 0 for a tie."},           \
-        {.name = "magnitude",                                                                                          \
-         .kind = SID_REAL,                                                                                             \
-         .dflt = 1,                                                                                                    \
-         .min = 1e-12,                                                                                                 \
-         .max = 1e12,                                                                                                  \
-         .unit = "",                                                                                                   \
-         .doc = "The magnitude to which a sign decodes: the papers' step size delta over the optimizer's learning "    \
-                "rate."},                                                                                              \
+        SID_CHOICE_ROW("aggregate", votes, (dflt_), 1,                                                                 \
+                       "mean: the mean of the ranks' signs. majority: +-magnitude by majority vote, 0 for a tie."),    \
+        SID_NUMBER_ROW(                                                                                                \
+            "magnitude", SID_REAL, 1, 1e-12, 1e12, "",                                                                 \
+            "The magnitude to which a sign decodes: the papers' step size delta over the optimizer's learning "        \
+            "rate."),                                                                                                  \
     }
 static const sid_param params_signsgd[] = VOTE_PARAMS(MEAN), params_signum[] = VOTE_PARAMS(OTHERWISE);
 
 static const sid_param params_marsit[] = {
-    {.name = "aggregate",
-     .kind = SID_CHOICE,
-     .dflt = OTHERWISE,
-     .min = 0,
-     .max = 1,
-     .unit = "",
-     .choices = merges,
-     .doc = "draw: the sign of one rank, drawn at random, as in Marsit's ring. mean: the mean of the signs, which is "
-            "its expectation."},
-    {.name = "eta_s",
-     .kind = SID_REAL,
-     .dflt = 1e-3,
-     .min = 1e-12,
-     .max = 1e12,
-     .unit = "",
-     .doc = "The magnitude to which a sign decodes, in the gradient's unit: the paper's global step size over its "
-            "local one."},
+    SID_CHOICE_ROW(
+        "aggregate", merges, OTHERWISE, 1,
+        "draw: the sign of one rank, drawn at random, as in Marsit's ring. mean: the mean of the signs, which is "
+        "its expectation."),
+    SID_NUMBER_ROW(
+        "eta_s", SID_REAL, 1e-3, 1e-12, 1e12, "",
+        "The magnitude to which a sign decodes, in the gradient's unit: the paper's global step size over its "
+        "local one."),
 };
 
 /* The functions of codecs whose magnitude is fixed beforehand. */
 #define FIXED(begin_, decode_)                                                                                         \
-    .plan = plan_one, .begin = begin_, .tile = tile, .finish = finish_fixed, .keep = keep, .none = rule_none,          \
-    .check = check_fixed, .open = open_vote, .decode = decode_
+    SID_STAGES(plan_one, begin_, tile, finish_fixed, keep, rule_none, check_fixed, open_vote, decode_)
 
 const sid_codec sid_codec_signsgd = {
     .info = {.name = "signsgd",
@@ -351,15 +331,7 @@ const sid_codec sid_codec_efsignsgd = {
                     "tensor's elements, as in the paper).",
              .traits = SID_FEEDBACK,
              .wire_id = 33},
-    .plan = plan_one,
-    .begin = begin,
-    .tile = tile_means,
-    .finish = finish_mean,
-    .keep = keep,
-    .none = rule_none,
-    .check = check_one,
-    .open = open_all,
-    .decode = decode,
+    SID_STAGES(plan_one, begin, tile_means, finish_mean, keep, rule_none, check_one, open_all, decode),
 };
 
 const sid_codec sid_codec_onebit = {
@@ -370,15 +342,7 @@ const sid_codec sid_codec_onebit = {
                     "(in the paper, of each column of a matrix).",
              .traits = SID_FEEDBACK,
              .wire_id = 34},
-    .plan = plan_pair,
-    .begin = begin,
-    .tile = tile_means,
-    .finish = finish_means,
-    .keep = keep,
-    .none = rule_none,
-    .check = check_pair,
-    .open = open_all,
-    .decode = decode_pair,
+    SID_STAGES(plan_pair, begin, tile_means, finish_means, keep, rule_none, check_pair, open_all, decode_pair),
 };
 
 const sid_codec sid_codec_signum = {
@@ -406,15 +370,7 @@ const sid_codec sid_codec_ssdm = {
                  "takes two passes. The variance is n - 1 times the squared norm, so error feedback diverges.",
              .traits = SID_STOCHASTIC | SID_UNBIASED,
              .wire_id = 36},
-    .plan = plan_one,
-    .begin = begin,
-    .tile = tile_drawn,
-    .finish = finish_drawn,
-    .keep = keep_drawn,
-    .none = rule_none,
-    .check = check_one,
-    .open = open_all,
-    .decode = decode,
+    SID_STAGES(plan_one, begin, tile_drawn, finish_drawn, keep_drawn, rule_none, check_one, open_all, decode),
 };
 
 const sid_codec sid_codec_marsit = {

@@ -15,42 +15,21 @@ enum {
 };
 extern const char *const sparse_value_names[], *const sparse_index_names[];
 #define SPARSE_DENSITY_ROW                                                                                             \
-    {.name = "density",                                                                                                \
-     .kind = SID_REAL,                                                                                                 \
-     .dflt = .01,                                                                                                      \
-     .min = 1e-7,                                                                                                      \
-     .max = 1,                                                                                                         \
-     .unit = "of n",                                                                                                   \
-     .doc = "Fraction of the elements that is sent: k = max(1, round(density * n))."}
+    SID_NUMBER_ROW("density", SID_REAL, .01, 1e-7, 1, "of n",                                                          \
+                   "Fraction of the elements that is sent: k = max(1, round(density * n)).")
 #define SPARSE_PARAM_ROWS                                                                                              \
     SPARSE_DENSITY_ROW,                                                                                                \
-        {.name = "values",                                                                                             \
-         .kind = SID_CHOICE,                                                                                           \
-         .dflt = SID_VALUES_F32,                                                                                       \
-         .min = 0,                                                                                                     \
-         .max = SID_VALUES_LOG2,                                                                                       \
-         .unit = "",                                                                                                   \
-         .choices = sparse_value_names,                                                                                \
-         .doc = "Format of the values: log8 and log4 are 8 and 4 bits, levels from the smallest to the largest "       \
-                "magnitude sent; log2 is 2 bits, the sign and one of two magnitudes, the means of the smaller and "    \
-                "of the larger ones. What rounding takes away stays in the residual."},                                \
-        {.name = "indices",                                                                                            \
-         .kind = SID_CHOICE,                                                                                           \
-         .dflt = 0,                                                                                                    \
-         .min = 0,                                                                                                     \
-         .max = 1,                                                                                                     \
-         .unit = "",                                                                                                   \
-         .choices = sparse_index_names,                                                                                \
-         .doc = "u16: 16 bits each; packed: about 2 + log2(1 / density) bits, slower to read."}
+        SID_CHOICE_ROW(                                                                                                \
+            "values", sparse_value_names, SID_VALUES_F32, SID_VALUES_LOG2,                                             \
+            "Format of the values: log8 and log4 are 8 and 4 bits, levels from the smallest to the largest "           \
+            "magnitude sent; log2 is 2 bits, the sign and one of two magnitudes, the means of the smaller and "        \
+            "of the larger ones. What rounding takes away stays in the residual."),                                    \
+        SID_CHOICE_ROW("indices", sparse_index_names, 0, 1,                                                            \
+                       "u16: 16 bits each; packed: about 2 + log2(1 / density) bits, slower to read.")
 
 #define SPARSE_FLOOR_ROW                                                                                               \
-    {.name = "floor",                                                                                                  \
-     .kind = SID_REAL,                                                                                                 \
-     .dflt = .1,                                                                                                       \
-     .min = 0,                                                                                                         \
-     .max = 1,                                                                                                         \
-     .unit = "times k",                                                                                                \
-     .doc = "If fewer elements pass the threshold, or none, the k largest are sent instead."}
+    SID_NUMBER_ROW("floor", SID_REAL, .1, 0, 1, "times k",                                                             \
+                   "If fewer elements pass the threshold, or none, the k largest are sent instead.")
 
 /* The codec's part of work. The candidates are all elements so far whose key reaches `low`, in index order; tile[t] counts
  * those of wire tile t. `low` only rises during a pass: if the candidates of the next tile may not fit, all but the `best`
@@ -154,20 +133,13 @@ void sparse_mean_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len
 
 /* All of a sparse codec, whose file has `rescale` and `bounds`. */
 #define SPARSE_CODEC(symbol, rows, plan_, begin_, tile_, finish_, check_, decode_, ...)                                \
-    const sid_codec sid_codec_##symbol = {.info = {.family = "sparse", SID_PARAMETERS(rows), __VA_ARGS__},             \
-                                          .plan = plan_,                                                               \
-                                          .begin = begin_,                                                             \
-                                          .tile = tile_,                                                               \
-                                          .finish = finish_,                                                           \
-                                          .keep = sparse_keep,                                                         \
-                                          .sent_from = sparse_sent_from,                                               \
-                                          .sent_levels = sparse_sent_levels,                                           \
-                                          .none = sparse_none,                                                         \
-                                          .rescale = rescale,                                                          \
-                                          .bound = bounds,                                                             \
-                                          .bounds = sizeof bounds / sizeof *bounds,                                    \
-                                          .check = check_,                                                             \
-                                          .open = sparse_open,                                                         \
-                                          .decode = decode_}
+    const sid_codec sid_codec_##symbol = {                                                                             \
+        .info = {.family = "sparse", SID_PARAMETERS(rows), __VA_ARGS__},                                               \
+        SID_STAGES(plan_, begin_, tile_, finish_, sparse_keep, sparse_none, check_, sparse_open, decode_),             \
+        .sent_from = sparse_sent_from,                                                                                 \
+        .sent_levels = sparse_sent_levels,                                                                             \
+        .rescale = rescale,                                                                                            \
+        .bound = bounds,                                                                                               \
+        .bounds = sizeof bounds / sizeof *bounds}
 
 #endif

@@ -173,13 +173,8 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
 }
 
 static const sid_param params[] = {
-    [TERN_CLIP] = {.name = "clip",
-                   .kind = SID_REAL,
-                   .dflt = 2.5,
-                   .min = 0.1,
-                   .max = 1e6,
-                   .unit = "standard deviations",
-                   .doc = "c: magnitudes above c * sigma, of the rank's own elements, become c * sigma (2.5)."},
+    [TERN_CLIP] = SID_NUMBER_ROW("clip", SID_REAL, 2.5, 0.1, 1e6, "standard deviations",
+                                 "c: magnitudes above c * sigma, of the rank's own elements, become c * sigma (2.5)."),
 };
 
 const sid_codec sid_codec_terngrad_shared = {
@@ -192,12 +187,5 @@ const sid_codec sid_codec_terngrad_shared = {
              SID_PARAMETERS(params),
              .doc = "Like terngrad, but all ranks use the largest of their scalers. One all-reduce finds the scaler, "
                     "and a second one sums the codes, which are bytes; for up to 127 ranks."},
-    .plan = plan,
-    .begin = begin,
-    .tile = tile,
-    .finish = finish,
-    .keep = keep,
-    .none = rule_none,
-    .check = check,
-    .open = open_units,
-    .decode = decode};
+    SID_STAGES(plan, begin, tile, finish, keep, rule_none, check, open_units, decode),
+};

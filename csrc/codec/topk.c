@@ -17,16 +17,12 @@ enum {
 };
 static const sid_param params[] = {
     SPARSE_PARAM_ROWS,
-    [TOPK_BLOCK] = {.name = "block",
-                    .kind = SID_INT,
-                    .dflt = 0,
-                    .min = 0,
-                    .max = BLOCKS_MOST,
-                    .unit = "elements, a power of two",
-                    .doc = "0: the largest elements of the whole group are sent. From 256 on: the largest of each "
-                           "block of so many elements, max(1, round(density * block)) of them, as SparseLoCo does "
-                           "with 4096. The last block may be shorter and sends the same share. An index takes "
-                           "log2(block) bits where it is not packed, and each block has levels of its own."},
+    [TOPK_BLOCK] =
+        SID_NUMBER_ROW("block", SID_INT, 0, 0, BLOCKS_MOST, "elements, a power of two",
+                       "0: the largest elements of the whole group are sent. From 256 on: the largest of each "
+                       "block of so many elements, max(1, round(density * block)) of them, as SparseLoCo does "
+                       "with 4096. The last block may be shorter and sends the same share. An index takes "
+                       "log2(block) bits where it is not packed, and each block has levels of its own."),
 };
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
@@ -94,18 +90,10 @@ const sid_codec sid_codec_topk = {
              SID_PARAMETERS(params),
              .traits = SID_SPARSE,
              .wire_id = 16},
-    .plan = plan,
-    .begin = begin,
-    .tile = tile,
-    .finish = finish,
-    .keep = keep,
+    SID_STAGES(plan, begin, tile, finish, keep, sparse_none, check, sparse_open, decode),
     .sent_from = sent_from,
     .sent_levels = sent_levels,
-    .none = sparse_none,
     .rescale = rescale,
     .bound = bounds,
     .bounds = sizeof bounds / sizeof *bounds,
-    .check = check,
-    .open = sparse_open,
-    .decode = decode,
 };

@@ -25,6 +25,12 @@ enum {
         char row[sizeof(rows) / sizeof *(rows)];                                                                       \
     })
 
+/* Rows of such a table. A choice is one of the names 0 .. last. */
+#define SID_NUMBER_ROW(name_, kind_, dflt_, min_, max_, unit_, doc_)                                                   \
+    {.name = name_, .kind = kind_, .dflt = dflt_, .min = min_, .max = max_, .unit = unit_, .doc = doc_}
+#define SID_CHOICE_ROW(name_, choices_, dflt_, last_, doc_)                                                            \
+    {.name = name_, .kind = SID_CHOICE, .dflt = dflt_, .max = last_, .unit = "", .choices = choices_, .doc = doc_}
+
 /* The rules that a plan's encodes may leave. Encode treats any other rule, from a damaged checkpoint, as "nothing was sent". */
 typedef enum sid_ruling_form {
     SID_RULES_BY_KEY,   /* of sparse bodies */

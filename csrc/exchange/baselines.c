@@ -145,12 +145,7 @@ const sid_exchange_kind sid_exchange_cascade = {
              .paper = "Cascading compression: Marsit (Wu et al. 2022), section 3.2 and appendix A",
              .doc = "A ring on which every hop decodes, adds and encodes again. Marsit shows that this does not work.",
              .wire_id = 7},
-    .plan = plan_cascade,
-    .messages = messages_cascade,
-    .advance = advance_cascade,
-    .finish = finish_cascade,
-    .parts = no_parts,
-    .part = sid_whole_part,
+    SID_ROUNDS(plan_cascade, messages_cascade, advance_cascade, finish_cascade, no_parts, sid_whole_part),
 };
 
 /* ---- expand -------------------------------------------------------------------------------------------------- */
@@ -294,10 +289,5 @@ const sid_exchange_kind sid_exchange_expand = {
              .doc = "A ring on which signs are summed in 1 to ceil(log2(W + 1)) bits per element. The result is the "
                     "exact vote or mean.",
              .wire_id = 8},
-    .plan = plan_expand,
-    .messages = messages_expand,
-    .advance = advance_expand,
-    .finish = finish_expand,
-    .parts = sid_one_part,
-    .part = sid_whole_part,
+    SID_ROUNDS(plan_expand, messages_expand, advance_expand, finish_expand, sid_one_part, sid_whole_part),
 };

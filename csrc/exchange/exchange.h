@@ -51,6 +51,10 @@ typedef struct sid_exchange_kind {
     sid_part (*part)(const sid_exchange *x, uint32_t i);
 } sid_exchange_kind;
 
+/* The functions that every exchange has, in the order of their fields. */
+#define SID_ROUNDS(plan_, messages_, advance_, finish_, parts_, part_)                                                 \
+    .plan = plan_, .messages = messages_, .advance = advance_, .finish = finish_, .parts = parts_, .part = part_
+
 struct sid_exchange {
     const sid_exchange_kind *kind;
     const sid_simd *simd; /* sid_simd_for asks the processor, which takes microseconds in a virtual machine */

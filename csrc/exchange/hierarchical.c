@@ -347,22 +347,12 @@ static sid_part part(const sid_exchange *x, uint32_t i) {
 }
 
 static const sid_param params[] = {
-    {.name = "ranks_per_node",
-     .kind = SID_INT,
-     .dflt = 1,
-     .min = 1,
-     .max = SID_MAX_COUNT,
-     .unit = "",
-     .doc = "Number of ranks per node, a divisor of the number of ranks; rank / ranks_per_node is the node of a rank, "
-            "as in torchrun. Default from Python: LOCAL_WORLD_SIZE."},
-    {.name = "within",
-     .kind = SID_CHOICE,
-     .dflt = 0,
-     .min = 0,
-     .max = SID_EXCHANGES_WITHIN,
-     .unit = "",
-     .choices = sid_exchanges_within,
-     .doc = "The exchange between the nodes. auto: allreduce for linear codecs, otherwise allgather."},
+    SID_NUMBER_ROW(
+        "ranks_per_node", SID_INT, 1, 1, SID_MAX_COUNT, "",
+        "Number of ranks per node, a divisor of the number of ranks; rank / ranks_per_node is the node of a rank, "
+        "as in torchrun. Default from Python: LOCAL_WORLD_SIZE."),
+    SID_CHOICE_ROW("within", sid_exchanges_within, 0, SID_EXCHANGES_WITHIN,
+                   "The exchange between the nodes. auto: allreduce for linear codecs, otherwise allgather."),
 };
 
 const sid_exchange_kind sid_exchange_hierarchical = {
@@ -373,12 +363,7 @@ const sid_exchange_kind sid_exchange_hierarchical = {
                     "the vector.",
              SID_PARAMETERS(params),
              .wire_id = 6},
-    .plan = plan,
-    .messages = messages,
-    .advance = advance,
+    SID_ROUNDS(plan, messages, advance, finish, parts, part),
     .meanwhile = meanwhile,
-    .finish = finish,
     .undo = undo,
-    .parts = parts,
-    .part = part,
 };

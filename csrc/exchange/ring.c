@@ -330,14 +330,10 @@ static void finish(sid_exchange_step *t) {
 }
 
 static const sid_param torus_params[] = {
-    {.name = "rows",
-     .kind = SID_INT,
-     .dflt = 0,
-     .min = 0,
-     .max = SID_MAX_COUNT,
-     .unit = "",
-     .doc = "Number of rows of the torus, a divisor of the number of ranks; rank / columns is the row of a rank. 0: as "
-            "square as possible."},
+    SID_NUMBER_ROW(
+        "rows", SID_INT, 0, 0, SID_MAX_COUNT, "",
+        "Number of rows of the torus, a divisor of the number of ranks; rank / columns is the row of a rank. 0: as "
+        "square as possible."),
 };
 
 const sid_exchange_kind sid_exchange_ring1 = {
@@ -346,15 +342,10 @@ const sid_exchange_kind sid_exchange_ring1 = {
              .paper = "Marsit (Wu et al. 2022), Algorithm 1, equation 2",
              .doc = "One-bit ring all-reduce. Signs are merged hop by hop, with one bit per element on each hop.",
              .wire_id = 3},
-    .plan = plan_ring,
-    .messages = messages,
-    .advance = advance,
+    SID_ROUNDS(plan_ring, messages, advance, finish, sid_one_part, sid_whole_part),
     .meanwhile = meanwhile,
-    .finish = finish,
     .undo = undo,
     .hop = hop,
-    .parts = sid_one_part,
-    .part = sid_whole_part,
 };
 
 const sid_exchange_kind sid_exchange_torus1 = {
@@ -365,13 +356,8 @@ const sid_exchange_kind sid_exchange_torus1 = {
                     "bytes in fewer rounds; if the number of ranks is prime, it is the ring.",
              SID_PARAMETERS(torus_params),
              .wire_id = 4},
-    .plan = plan_torus,
-    .messages = messages,
-    .advance = advance,
+    SID_ROUNDS(plan_torus, messages, advance, finish, sid_one_part, sid_whole_part),
     .meanwhile = meanwhile,
-    .finish = finish,
     .undo = undo,
     .hop = hop,
-    .parts = sid_one_part,
-    .part = sid_whole_part,
 };

@@ -208,11 +208,6 @@ const sid_exchange_kind sid_exchange_twoshot = {
              .doc = "Each rank sums one slice and encodes it for all ranks. A rank sends two payloads, whatever the "
                     "number of ranks.",
              .wire_id = 5},
-    .plan = plan,
-    .messages = messages,
-    .advance = advance,
-    .finish = finish,
+    SID_ROUNDS(plan, messages, advance, finish, parts, part),
     .undo = undo,
-    .parts = parts,
-    .part = part,
 };

@@ -28,38 +28,18 @@ enum {
 static const char *const forms[] = {"off", "on", "redsync", NULL}, *const switches[] = {"off", "on", NULL};
 
 static const sid_param params[] = {
-    {.name = "momentum",
-     .kind = SID_REAL,
-     .dflt = .9,
-     .min = 0,
-     .max = .9999,
-     .unit = "",
-     .doc = "m of u = m u + g; the optimizer's own must be 0."},
-    {.name = "nesterov",
-     .kind = SID_CHOICE,
-     .dflt = 0,
-     .min = 0,
-     .max = 2,
-     .unit = "",
-     .choices = forms,
-     .doc = "Nesterov's momentum. on: v += m u + g, as in torch's SGD and DGC's code. redsync: v += u + g, as printed "
-            "in RedSync's Algorithm 4."},
-    {.name = "masking",
-     .kind = SID_CHOICE,
-     .dflt = 1,
-     .min = 0,
-     .max = 1,
-     .unit = "",
-     .choices = switches,
-     .doc = "Momentum factor masking: an element that was sent loses its velocity. Works only with sparse codecs."},
-    {.name = "clip_norm",
-     .kind = SID_REAL,
-     .dflt = 0,
-     .min = 0,
-     .max = 1e30,
-     .unit = "",
-     .doc = "Local gradient clipping: if the norm of a group's gradient is above clip_norm / sqrt(ranks), the gradient "
-            "is scaled down to it. 0: no clipping."},
+    SID_NUMBER_ROW("momentum", SID_REAL, .9, 0, .9999, "", "m of u = m u + g; the optimizer's own must be 0."),
+    SID_CHOICE_ROW(
+        "nesterov", forms, 0, 2,
+        "Nesterov's momentum. on: v += m u + g, as in torch's SGD and DGC's code. redsync: v += u + g, as printed "
+        "in RedSync's Algorithm 4."),
+    SID_CHOICE_ROW(
+        "masking", switches, 1, 1,
+        "Momentum factor masking: an element that was sent loses its velocity. Works only with sparse codecs."),
+    SID_NUMBER_ROW(
+        "clip_norm", SID_REAL, 0, 0, 1e30, "",
+        "Local gradient clipping: if the norm of a group's gradient is above clip_norm / sqrt(ranks), the gradient "
+        "is scaled down to it. 0: no clipping."),
     SID_MEMORY_DTYPE_ROW,
 };
 

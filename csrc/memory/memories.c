@@ -31,14 +31,9 @@ enum {
 
 /* GRACE's two weights. A "decay" of the residual, as others have it, is beta = 1 - decay. */
 static const sid_param residual_params[] = {
-    {.name = "beta",
-     .kind = SID_REAL,
-     .dflt = 1,
-     .min = 0,
-     .max = 1,
-     .unit = "",
-     .doc = "Weight of the residual. Below 1 the residual decays, and the decayed part is never sent."},
-    {.name = "gamma", .kind = SID_REAL, .dflt = 1, .min = .001, .max = 1, .unit = "", .doc = "Weight of the gradient."},
+    SID_NUMBER_ROW("beta", SID_REAL, 1, 0, 1, "",
+                   "Weight of the residual. Below 1 the residual decays, and the decayed part is never sent."),
+    SID_NUMBER_ROW("gamma", SID_REAL, 1, .001, 1, "", "Weight of the gradient."),
     SID_MEMORY_DTYPE_ROW,
 };
 
@@ -87,13 +82,7 @@ const sid_memory sid_memory_residual = {
 /* ---- momentum ------------------------------------------------------------------------------------------------ */
 
 static const sid_param momentum_params[] = {
-    {.name = "beta",
-     .kind = SID_REAL,
-     .dflt = .9,
-     .min = 0,
-     .max = .9999,
-     .unit = "",
-     .doc = "beta of m = beta m + (1 - beta) g."},
+    SID_NUMBER_ROW("beta", SID_REAL, .9, 0, .9999, "", "beta of m = beta m + (1 - beta) g."),
     SID_MEMORY_DTYPE_ROW,
 };
 

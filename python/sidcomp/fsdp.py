@@ -61,6 +61,23 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
 
     Raises SetupError or UnsupportedError, which say what to change.
     """
+    units, group = _checked(module, state, replicas)
+    former = {id(unit.owner): unit.owner for unit in units if unit.owner is not None}.values()
+    for owner in former:
+        owner.check_successor(units)
+    door = Door(module, units, group, state)
+    state.attach(door, roles(module))
+    state.engine.connect(door.model, units[0].device, "sidcomp.fsdp.compress()")
+    for owner in former:
+        owner.retire()
+    for index, unit in enumerate(units):
+        unit.take_over(door, partial(door.arrive, index))
+
+
+def _checked(
+    module: torch.nn.Module, state: State, replicas: dist.ProcessGroup | None
+) -> tuple[list[Unit], dist.ProcessGroup]:
+    """The units of a model that can be compressed, and the ranks that hold the same shard."""
     check_torch()
     if isinstance(module, DistributedDataParallel):
         raise SetupError("fsdp.compress is for fully_shard and replicate: use sidcomp.compress")
@@ -88,16 +105,7 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
         unit.check(group, given=replicas is not None)
     if state.door is not None and state.door.open:
         raise SetupError("this State serves a model already: give every model a State of its own")
-    former = {id(unit.owner): unit.owner for unit in units if unit.owner is not None}.values()
-    for owner in former:
-        owner.check_successor(units)
-    door = Door(module, units, group, state)
-    state.attach(door, roles(module))
-    state.engine.connect(door.model, units[0].device, "sidcomp.fsdp.compress()")
-    for owner in former:
-        owner.retire()
-    for index, unit in enumerate(units):
-        unit.take_over(door, partial(door.arrive, index))
+    return units, group
 
 
 def compress_reduce_scatter(

@@ -214,6 +214,14 @@ void test_reductions_low_rank(void) {
     }
 }
 
+/* Rank k keeps what it kept before the step, but for rounding. */
+static void keeps(ranks *r, uint32_t k, const float *kept) {
+    float bad = 0;
+    sid_residual_out(r->g[k].plan, r->g[k].state.p, after);
+    for (uint32_t e = 0; e < N; e++) bad = fabsf(after[e] - kept[e]) > bad ? fabsf(after[e] - kept[e]) : bad;
+    CHECK(bad <= 0x1p-20f * (largest(kept, N) + 6), "%s: rank %u keeps %g more", r->g[0].name, k, (double)bad);
+}
+
 /* NaN on one rank: all ranks decode NaN there, nothing of it is kept, and the step after is as if it had not been. */
 void test_reductions_nonfinite(void) {
     for (uint32_t i = 0; sid_codec_at(i); i++) {
@@ -234,14 +242,7 @@ void test_reductions_nonfinite(void) {
                     vec_get(&r.v[0], out);
                     CHECK(isfinite(out[where]) == (step != 1), "%s: element %u is %g", r.g[0].name, where,
                           (double)out[where]);
-                    for (uint32_t k = 0; k < 3 && step == 1; k++) {
-                        float bad = 0;
-                        sid_residual_out(r.g[k].plan, r.g[k].state.p, after);
-                        for (uint32_t e = 0; e < N; e++)
-                            bad = fabsf(after[e] - kept[k][e]) > bad ? fabsf(after[e] - kept[k][e]) : bad;
-                        CHECK(bad <= 0x1p-20f * (largest(kept[k], N) + 6), "%s: rank %u keeps %g more", r.g[0].name, k,
-                              (double)bad);
-                    }
+                    for (uint32_t k = 0; k < 3 && step == 1; k++) keeps(&r, k, kept[k]);
                     for (uint32_t e = 0; e < N && step == 2; e++) CHECK(isfinite(out[e]), "element %u", e);
                 }
             }
@@ -272,14 +273,9 @@ void test_reductions_failed(void) {
                     CHECK(not_finite == (step == 1), "%s: ranks %x fail in reduction %u, step %llu: %u", r.g[0].name,
                           who, k % 2, (unsigned long long)step, not_finite);
                     for (uint32_t q = 0; q < 4 && step == 1; q++) {
-                        float bad = 0;
                         if (who >> q & 1) sid_unsend(r.g[q].plan, r.g[q].state.p);
                         if (who >> q & 1) sid_residual_in(r.g[q].plan, r.g[q].state.p, kept[q]);
-                        sid_residual_out(r.g[q].plan, r.g[q].state.p, after);
-                        for (uint32_t e = 0; e < N; e++)
-                            bad = fabsf(after[e] - kept[q][e]) > bad ? fabsf(after[e] - kept[q][e]) : bad;
-                        CHECK(bad <= 0x1p-20f * (largest(kept[q], N) + 6), "%s: rank %u keeps %g more", r.g[0].name, q,
-                              (double)bad);
+                        keeps(&r, q, kept[q]);
                     }
                 }
             ranks_close(&r);

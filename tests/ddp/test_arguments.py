@@ -12,7 +12,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks
 from sidcomp.config.kinds import from_environment
 from sidcomp.doors.ddp import register, rewrap
 from sidcomp.doors.optimizer_check import check_optimizer
@@ -137,7 +137,8 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def sweep(rank: int, world: int) -> tuple[int, list[str]]:
+@on_ranks(1)
+def test_wrong_kinds_are_named(rank: int, world: int) -> None:
     warnings.simplefilter("ignore")
     tried, wrong = 0, []
     for name, (function, sound) in cases().items():
@@ -157,11 +158,6 @@ def sweep(rank: int, world: int) -> tuple[int, list[str]]:
                     if isinstance(value, Stranger) and (name.split(" ")[0], parameter.name) not in TAKES_ANY:
                         wrong.append(f"{what} was accepted")
     sidcomp.strict(False)
-    return tried, wrong
-
-
-def test_wrong_kinds_are_named() -> None:
-    ((tried, wrong),) = run(sweep, 1)
     assert tried > 1000
     assert not wrong, "\n".join(wrong)
 

@@ -19,7 +19,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import RankFailed, run
+from harness import RankFailed, on_ranks, run
 from sidcomp.autotune import controller, iterations, measurement, monitoring, outcome, probe, profiling
 from sidcomp.doors.ddp import register, rewrap
 from sidcomp.planner import fusion, mergecomp
@@ -269,7 +269,9 @@ def test_a_plan_that_ran_teaches_what_the_probe_could_not_see(what: str) -> None
         assert last["chosen"] and last["measured_ps"] < 0.98 * first["measured_ps"]
 
 
-def of_a_paper(rank: int, world: int, groups: str) -> dict[str, Any]:
+@pytest.mark.parametrize("groups", ["pg", "cupcake"])
+@on_ranks(2)
+def test_a_papers_plan_is_shown_beside_simple_groups(rank: int, world: int, groups: str) -> None:
     """What `groups` found, where each exchange costs ten milliseconds more once it has been measured."""
     real = probe.measure
 
@@ -281,21 +283,16 @@ def of_a_paper(rank: int, world: int, groups: str) -> dict[str, Any]:
     probe.measure = measure
     costs: Costs = {"all_reduce": (1e-6, 2e-8), "all_gather": (1e-6, 4e-7), "encode": (1e-6, 4e-8)}
     with Training(rank, "deep", costs, codec="topk", groups=groups, density=0.5) as t:
-        return t.until_it_settles()
-
-
-@pytest.mark.parametrize("groups", ["pg", "cupcake"])
-def test_a_papers_plan_is_shown_beside_simple_groups(groups: str) -> None:
-    for r in run(of_a_paper, 2, groups):
-        chosen, *simple = r["competed"]
-        assert chosen["chosen"] and len(r["groups"]) == chosen["groups"] > 2
-        assert [s["groups"] for s in simple] == [1, 2] and not any(s["chosen"] for s in simple)
-        least = min(simple, key=lambda s: s["measured_ps"])
-        assert least["measured_ps"] < 0.9 * chosen["measured_ps"]
-        assert f"groups took {least['measured_ps'] / chosen['measured_ps']:.2f} of its time" in (
-            r["why"].replace("one group took", "groups took")
-        )
-        assert r["explain"].count("measured") > 3 and "(chosen)" in r["explain"]
+        r = t.until_it_settles()
+    chosen, *simple = r["competed"]
+    assert chosen["chosen"] and len(r["groups"]) == chosen["groups"] > 2
+    assert [s["groups"] for s in simple] == [1, 2] and not any(s["chosen"] for s in simple)
+    least = min(simple, key=lambda s: s["measured_ps"])
+    assert least["measured_ps"] < 0.9 * chosen["measured_ps"]
+    assert f"groups took {least['measured_ps'] / chosen['measured_ps']:.2f} of its time" in (
+        r["why"].replace("one group took", "groups took")
+    )
+    assert r["explain"].count("measured") > 3 and "(chosen)" in r["explain"]
 
 
 def over_exchanges(rank: int, world: int, room: str) -> dict[str, Any]:
@@ -423,26 +420,6 @@ def test_the_groups_alone_can_be_found(groups: str, exchange: str | None) -> Non
         assert candidates(r) == {"topk density=0.02" + over}
 
 
-def searched(rank: int, world: int, Y: int) -> tuple[int, int]:
-    """The groups that MergeComp's search keeps, and the most that it tried."""
-    tried: list[int] = []
-    search = mergecomp.mergecomp
-
-    def noted(n: int, Y: int, alpha: float) -> Generator[list[int], float, list[int]]:
-        asked = search(n, Y, alpha)
-        ends = next(asked)
-        while True:
-            tried.append(len(ends))
-            try:
-                ends = asked.send((yield ends))
-            except StopIteration as stop:
-                return list(stop.value)
-
-    mergecomp.mergecomp = noted
-    r = found(rank, world, {"codec": "topk", "density": 0.02, "groups": "mergecomp", "Y": Y, "alpha": 0.0})
-    return len(r["groups"]), max(tried)
-
-
 def with_full_steps(rank: int, world: int) -> tuple[int, list[int], list[int]]:
     """What the error advises: found groups, given by name to a run with K = 3. How many groups, what
     each of seven steps sent, and what their elements take in float32."""
@@ -470,9 +447,26 @@ def test_found_groups_and_full_precision_steps() -> None:
 
 
 @pytest.mark.parametrize("Y", [1, 3])
-def test_mergecomp_tries_at_most_y_groups(Y: int) -> None:
-    for kept, most in run(searched, 2, Y):
-        assert kept <= most <= Y
+@on_ranks(2)
+def test_mergecomp_tries_at_most_y_groups(rank: int, world: int, Y: int) -> None:
+    """The groups that MergeComp's search keeps, and the most that it tried."""
+    tried: list[int] = []
+    search = mergecomp.mergecomp
+
+    def noted(n: int, Y: int, alpha: float) -> Generator[list[int], float, list[int]]:
+        asked = search(n, Y, alpha)
+        ends = next(asked)
+        while True:
+            tried.append(len(ends))
+            try:
+                ends = asked.send((yield ends))
+            except StopIteration as stop:
+                return list(stop.value)
+
+    mergecomp.mergecomp = noted
+    r = found(rank, world, {"codec": "topk", "density": 0.02, "groups": "mergecomp", "Y": Y, "alpha": 0.0})
+    kept, most = len(r["groups"]), max(tried)
+    assert kept <= most <= Y
 
 
 @pytest.mark.parametrize(
@@ -502,15 +496,12 @@ def fixed(rank: int, world: int, groups: str) -> list[int]:
         return [len(g["names"]) for g in t.state.stats()["groups"]]
 
 
-def excluded(rank: int, world: int) -> dict[str, Any]:
-    return found(rank, world, {"slow": SLOW_DENSE, "candidates": ["topk"], "exclude": ["1-D"]})
-
-
-def test_what_is_excluded_stays_dense() -> None:
-    for r in run(excluded, 2):
-        check(r)
-        dense = {name for g in r["groups"] if g["way"] == "dense" for name in g["names"]}
-        assert dense == {"0.bias", "2.bias", "4.bias", "6.bias"}
+@on_ranks(2)
+def test_what_is_excluded_stays_dense(rank: int, world: int) -> None:
+    r = found(rank, world, {"slow": SLOW_DENSE, "candidates": ["topk"], "exclude": ["1-D"]})
+    check(r)
+    dense = {name for g in r["groups"] if g["way"] == "dense" for name in g["names"]}
+    assert dense == {"0.bias", "2.bias", "4.bias", "6.bias"}
 
 
 # ---- a rank that is slower, a machine that changes, a network that goes
@@ -546,7 +537,8 @@ def test_a_step_takes_as_long_as_it_does_on_average_over_the_ranks() -> None:
     assert late - plain == pytest.approx(5e9, rel=0.02)
 
 
-def drifting(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_plan_that_has_become_slow_is_looked_at_again(rank: int, world: int) -> None:
     outcome._FIRST_PAUSE = 20
     with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
         first = t.until_it_settles()
@@ -555,15 +547,11 @@ def drifting(rank: int, world: int) -> dict[str, Any]:
         )  # from here on it is the all-gather that is slow
         for _ in range(60):
             t.step()
-        return {"first": candidates(first), **t.until_it_settles()}
-
-
-def test_a_plan_that_has_become_slow_is_looked_at_again() -> None:
-    for r in run(drifting, 2):
-        check(r)
-        assert "topk" in r["first"]
-        assert any("drifted" in line for line in r["log"])
-        assert candidates(r) == {"dense"}
+        r = {"first": candidates(first), **t.until_it_settles()}
+    check(r)
+    assert "topk" in r["first"]
+    assert any("drifted" in line for line in r["log"])
+    assert candidates(r) == {"dense"}
 
 
 def dying(rank: int, world: int) -> str:
@@ -737,7 +725,8 @@ def test_trace_and_picture(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def rewrapped(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_new_wrapper_has_the_plans_groups_as_buckets(rank: int, world: int) -> None:
     with Training(rank, candidates=["topk"], slow=SLOW_DENSE, ddp={}) as t:
         t.until_it_settles()
         kept = t.state.state_dict()["residuals"]
@@ -748,16 +737,12 @@ def rewrapped(rank: int, world: int) -> dict[str, Any]:
         layout = t.state.engine.layout
         assert layout is not None
         shared = [len(g.buckets) for g in layout.groups]
-        return {**r, "moved": moved, "buckets": len(layout.buckets), "shared": shared}
-
-
-def test_a_new_wrapper_has_the_plans_groups_as_buckets() -> None:
-    for r in run(rewrapped, 2):
-        check(r)
-        assert r["moved"]
-        assert "topk" in candidates(r), r["explain"]
-        assert r["shared"] == [1] * len(r["groups"]), "a group lies in one bucket"
-        assert r["buckets"] == len(r["groups"])
+        r = {**r, "moved": moved, "buckets": len(layout.buckets), "shared": shared}
+    check(r)
+    assert r["moved"]
+    assert "topk" in candidates(r), r["explain"]
+    assert r["shared"] == [1] * len(r["groups"]), "a group lies in one bucket"
+    assert r["buckets"] == len(r["groups"])
 
 
 def test_plans_of_another_version_are_refused() -> None:

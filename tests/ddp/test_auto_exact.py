@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
+from harness import on_ranks, run
 from sidcomp.autotune import journal, measurement
 from sidcomp.errors import CheckpointError
 from test_auto import SLOW_DENSE, Training, candidates, check
@@ -35,8 +35,10 @@ class Exact(Training):
         return torch.cat([p.detach().flatten() for p in self.ddp.parameters()])
 
 
-def beside_dense(rank: int, world: int) -> tuple[dict[str, Any], bool, int]:
-    """Trains to a decision, and as many steps uncompressed: are the parameters the same to the bit?"""
+@on_ranks(2)
+def test_a_plan_that_keeps_nothing_back_is_kept(rank: int, world: int) -> None:
+    """The average of two ranks has one rounding, so the bits are those of plain DDP. Trains to a decision,
+    and as many steps uncompressed: are the parameters the same to the bit?"""
     with Exact(rank) as t:
         report, steps, ours = t.until_it_settles(), t.state.engine.step, t.weights()
         waiting = t.waiting()
@@ -44,16 +46,11 @@ def beside_dense(rank: int, world: int) -> tuple[dict[str, Any], bool, int]:
         for _ in range(steps):
             t.step()
         dense = torch.cat([p.detach().flatten() for p in t.ddp.parameters()])
-    return report, torch.equal(ours, dense), waiting
-
-
-def test_a_plan_that_keeps_nothing_back_is_kept() -> None:
-    """The average of two ranks has one rounding, so the bits are those of plain DDP."""
-    for report, same, waiting in run(beside_dense, 2):
-        check(report)
-        assert "lossless" in candidates(report) <= {"lossless", "dense"}, report["explain"]
-        assert report["tried"][0]["kept"] and report["measured_ps"] < 0.8 * report["dense_ps"]
-        assert same and not waiting
+    same = torch.equal(ours, dense)
+    check(report)
+    assert "lossless" in candidates(report) <= {"lossless", "dense"}, report["explain"]
+    assert report["tried"][0]["kept"] and report["measured_ps"] < 0.8 * report["dense_ps"]
+    assert same and not waiting
 
 
 def crowded(rank: int, world: int, far: list[float]) -> tuple[dict[str, Any], int]:
@@ -77,7 +74,9 @@ def test_a_plan_that_keeps_something_back_is_not_kept(far: list[float]) -> None:
     assert reports[0][0]["why"] == reports[1][0]["why"], "the ranks decided by other numbers"
 
 
-def crowded_later(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_plan_is_given_up_once_it_keeps_something_back(rank: int, world: int) -> None:
+    """At the next check of the step time; here the steps between two of them are ten that were timed."""
     with Exact(rank) as t:
         first = t.until_it_settles()
         t.far = 0.3 if rank == 1 else 0.0
@@ -104,18 +103,13 @@ def crowded_later(rank: int, world: int) -> dict[str, Any]:
         for _ in range(3):
             t.step()
         again = torch.equal(went_on, t.weights()), t.report()["why"]
-    return {**report, "first": candidates(first), "steps": steps, "waiting": waiting, "again": again}
-
-
-def test_a_plan_is_given_up_once_it_keeps_something_back() -> None:
-    """At the next check of the step time; here the steps between two of them are ten that were timed."""
-    for r in run(crowded_later, 2):
-        check(r)
-        assert "lossless" in r["first"]
-        assert r["steps"] <= 25 and not r["waiting"], r["explain"]
-        assert r["why"].startswith("lossless had no room for") and r["why"] in r["explain"]
-        assert not r["measured_ps"] and "this plan" not in r["explain"]
-        assert r["again"] == (True, r["why"]), "a checkpoint continues with the decision, to the bit"
+    r = {**report, "first": candidates(first), "steps": steps, "waiting": waiting, "again": again}
+    check(r)
+    assert "lossless" in r["first"]
+    assert r["steps"] <= 25 and not r["waiting"], r["explain"]
+    assert r["why"].startswith("lossless had no room for") and r["why"] in r["explain"]
+    assert not r["measured_ps"] and "this plan" not in r["explain"]
+    assert r["again"] == (True, r["why"]), "a checkpoint continues with the decision, to the bit"
 
 
 def test_a_journal_says_what_waited() -> None:

@@ -15,7 +15,7 @@ import pytest
 import sidcomp
 import test_auto
 import torch
-from harness import run
+from harness import on_ranks, run
 from sidcomp.autotune import journal, monitoring, outcome, probe
 from sidcomp.autotune.controller import Controller
 from sidcomp.config.settings import PLAIN
@@ -147,7 +147,8 @@ def test_a_run_that_is_always_cut_short_finds_its_plan() -> None:
         assert candidates(r) == {"topk"}
 
 
-def partly_held(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_part_of_an_uncompressed_group_may_have_residuals(rank: int, world: int) -> None:
     """As with a plan that sends one parameter uncompressed. In a window of plain DDP it has no residual,
     while those of the others in its bucket wait."""
     with Training(rank, **HOW) as t:
@@ -165,13 +166,9 @@ def partly_held(rank: int, world: int) -> dict[str, Any]:
         assert now.keys() == state["residuals"].keys()
         assert all(torch.equal(now[k], state["residuals"][k]) for k in now)
         until_it_settles(t)
-        return t.report()
-
-
-def test_a_part_of_an_uncompressed_group_may_have_residuals() -> None:
-    for r in run(partly_held, 2):
-        check(r)
-        assert candidates(r) == {"topk"}
+        r = t.report()
+    check(r)
+    assert candidates(r) == {"topk"}
 
 
 def test_pairs_that_were_given_up_are_enough_in_a_checkpoint() -> None:
@@ -405,80 +402,68 @@ class Changing:
         self.said.append({**self.t.report(), "stages": stages, "text": self.t.state.explain()})
 
 
-def disturbed(rank: int, world: int) -> list[dict[str, Any]]:
+@on_ranks(2)
+def test_a_neighbour_does_not_cost_a_plan(rank: int, world: int) -> None:
     c = Changing(rank)
     c.go(80, 1, LINK)
     c.go(70, 2, LINK)  # a neighbour takes half of everything
     c.go(150, 1, LINK)
     c.go(60, 3, LINK)
-    return c.said
+    calm, busy, after, again = c.said
+    for r in (calm, busy, after, again):
+        assert compresses(r)
+        assert r["finding_steps"] == calm["finding_steps"], "the plan was looked for again"
+    assert not calm["compared"]
+    (first,) = busy["compared"]
+    assert first["kept"] and busy["stages"].count("comparing") == first["steps"] == FAR
+    assert 1.9 < first["measured_ps"] / busy["measured_ps"] < 2.1
+    assert after["compared"] == [first], "that the neighbour left is no reason to doubt the plan"
+    assert "it stays" in busy["text"] and "it stays" in busy["log"][-1]
+    second = again["compared"][-1]  # not before twice as many steps have gone
+    assert second["kept"] and second["step"] - second["steps"] - first["step"] >= 120
 
 
-def test_a_neighbour_does_not_cost_a_plan() -> None:
-    for calm, busy, after, again in run(disturbed, 2):
-        for r in (calm, busy, after, again):
-            assert compresses(r)
-            assert r["finding_steps"] == calm["finding_steps"], "the plan was looked for again"
-        assert not calm["compared"]
-        (first,) = busy["compared"]
-        assert first["kept"] and busy["stages"].count("comparing") == first["steps"] == FAR
-        assert 1.9 < first["measured_ps"] / busy["measured_ps"] < 2.1
-        assert after["compared"] == [first], "that the neighbour left is no reason to doubt the plan"
-        assert "it stays" in busy["text"] and "it stays" in busy["log"][-1]
-        second = again["compared"][-1]  # not before twice as many steps have gone
-        assert second["kept"] and second["step"] - second["steps"] - first["step"] >= 120
-
-
-def relinked(rank: int, world: int) -> list[dict[str, Any]]:
+@on_ranks(2)
+def test_a_plan_goes_with_a_link_that_became_fast_and_comes_back(rank: int, world: int) -> None:
     c = Changing(rank)
     c.go(70, 1, LINK)
     c.go(150, 1, FAST)
     c.go(170, 1, LINK)
-    return c.said
-
-
-def test_a_plan_goes_with_a_link_that_became_fast_and_comes_back() -> None:
-    for slow, fast, again in run(relinked, 2):
-        assert [compresses(r) for r in (slow, fast, again)] == [True, False, True], again["log"]
-        (given_up,) = fast["compared"]
-        assert not given_up["kept"] and given_up["against_ps"] < 0.8 * given_up["measured_ps"]
-        assert any("it is given up" in line for line in fast["log"])
-        assert again["measured_ps"] < 0.2 * again["dense_ps"]
-
-
-def never_doubted(rank: int, world: int) -> list[dict[str, Any]]:
-    monitoring._LONGEST = 150
-    c = Changing(rank)
-    c.go(400, 1, LINK)
-    return c.said
+    slow, fast, again = c.said
+    assert [compresses(r) for r in (slow, fast, again)] == [True, False, True], again["log"]
+    (given_up,) = fast["compared"]
+    assert not given_up["kept"] and given_up["against_ps"] < 0.8 * given_up["measured_ps"]
+    assert any("it is given up" in line for line in fast["log"])
+    assert again["measured_ps"] < 0.2 * again["dense_ps"]
 
 
 @pytest.mark.slow
-def test_a_plan_is_compared_now_and_then_without_a_reason() -> None:
-    for (r,) in run(never_doubted, 2):
-        assert [x["kept"] for x in r["compared"]] == [True, True]
+@on_ranks(2)
+def test_a_plan_is_compared_now_and_then_without_a_reason(rank: int, world: int) -> None:
+    monitoring._LONGEST = 150
+    c = Changing(rank)
+    c.go(400, 1, LINK)
+    (r,) = c.said
+    assert [x["kept"] for x in r["compared"]] == [True, True]
 
 
-def noisy(rank: int, world: int) -> tuple[list[dict[str, Any]], int]:
-    """Steps take what they like: nothing can be told from them."""
+@pytest.mark.slow
+@on_ranks(2)
+def test_comparing_is_bounded(rank: int, world: int) -> None:
+    """A comparison takes 129 steps at most, and each is twice as far away as the one before. Steps take what
+    they like: nothing can be told from them."""
     c = Changing(rank)
     rng = random.Random(0)
     c.t.ddp.module.register_forward_pre_hook(lambda *_: clock.take(2e-2 * rng.random()))
     c.go(600, 1, LINK)
-    return c.said, sum(s == "comparing" for s in c.said[0]["stages"])
-
-
-@pytest.mark.slow
-def test_comparing_is_bounded() -> None:
-    """A comparison takes 129 steps at most, and each is twice as far away as the one before."""
-    for (r,), steps in run(noisy, 2):
-        assert compresses(r)
-        assert all(x["kept"] and x["steps"] <= FAR + 91 for x in r["compared"])
-        gaps = [60 * 2**i for i in range(len(r["compared"]))]
-        starts = [x["step"] - x["steps"] for x in r["compared"]]
-        ends = [x["step"] for x in r["compared"]]
-        assert all(b - a >= gap for a, b, gap in zip(ends, starts[1:], gaps[1:], strict=False))
-        assert steps <= (FAR + 91) * (len(r["compared"]) + 1)
+    (r,), steps = c.said, sum(s == "comparing" for s in c.said[0]["stages"])
+    assert compresses(r)
+    assert all(x["kept"] and x["steps"] <= FAR + 91 for x in r["compared"])
+    gaps = [60 * 2**i for i in range(len(r["compared"]))]
+    starts = [x["step"] - x["steps"] for x in r["compared"]]
+    ends = [x["step"] for x in r["compared"]]
+    assert all(b - a >= gap for a, b, gap in zip(ends, starts[1:], gaps[1:], strict=False))
+    assert steps <= (FAR + 91) * (len(r["compared"]) + 1)
 
 
 def compared_again(rank: int, world: int, room: str) -> tuple[dict[str, Any], dict[str, Any]]:

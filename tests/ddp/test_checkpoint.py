@@ -23,7 +23,7 @@ from common import (
     residuals_of,
     with_density,
 )  # fmt: skip
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from torch import nn
 
@@ -392,7 +392,8 @@ def test_other_settings_take_over_what_is_kept(tmp_path: Path) -> None:
     run(other_settings, 2, str(tmp_path))
 
 
-def plain_types(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_state_dict_holds_plain_types_and_copies(rank: int, world: int) -> None:
     """Nothing in it but tensors on the CPU and plain types; a copy that training does not change."""
     trainer, state = begin(rank, "mixed", GATHERED[-1], "bucket", "residual")
     trainer.step()
@@ -423,11 +424,8 @@ def plain_types(rank: int, world: int) -> None:
     state.close()
 
 
-def test_a_state_dict_holds_plain_types_and_copies() -> None:
-    run(plain_types, 2)
-
-
-def loaded_before_any_step(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_saving_without_a_step_in_between(rank: int, world: int) -> None:
     """A state that was saved before the first step, and one that is saved again before its first step."""
     trainer, state = begin(rank, "cap-small", GATHERED[0], "bucket", "residual")
     empty = state.state_dict()
@@ -447,7 +445,3 @@ def loaded_before_any_step(rank: int, world: int) -> None:
         trainer.step()
         trainer.close()
         state.close()
-
-
-def test_saving_without_a_step_in_between() -> None:
-    run(loaded_before_any_step, 2)

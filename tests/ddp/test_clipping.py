@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from sidcomp.local.steps import Updates
 from torch import nn
@@ -53,7 +53,8 @@ def test_the_whole_gradient_is_clipped_whatever_the_groups(groups: str, limit: f
         torch.testing.assert_close(mine, (factors[0] * a + factors[1] * b) / 2, rtol=1e-5, atol=1e-9)
 
 
-def not_finite(rank: int, world: int) -> tuple[bool, bool]:
+@on_ranks(2)
+def test_a_step_that_is_not_finite_stays_so_and_the_next_one_is_clean(rank: int, world: int) -> None:
     ddp = DDP(model())
     state = sidcomp.State("topk", density=0.5, clip_gradient=0.1, groups="layer")
     register(ddp, state)
@@ -63,11 +64,7 @@ def not_finite(rank: int, world: int) -> tuple[bool, bool]:
         ddp(batch(rank, value if rank else 1.0)).square().sum().backward()
         out.append(all(bool(p.grad.isfinite().all()) for p in ddp.parameters() if p.grad is not None))
     state.close()
-    return out[0], out[1]
-
-
-def test_a_step_that_is_not_finite_stays_so_and_the_next_one_is_clean() -> None:
-    assert run(not_finite, 2) == [(False, True)] * 2
+    assert (out[0], out[1]) == (False, True)
 
 
 @pytest.mark.parametrize(

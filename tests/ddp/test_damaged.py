@@ -12,7 +12,7 @@ import sidcomp
 import torch
 from common import CODECS, fits, with_density
 from damaged import EXACT, GONE, REFUSED, ROUNDED, VALUES, Path, changed, paths
-from harness import run
+from harness import on_ranks, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sidcomp.doors.ddp import register
@@ -83,7 +83,8 @@ def judge(ddp: DistributedDataParallel, state: sidcomp.State, given: Any, kept: 
 # ---- residuals in another form -----------------------------------------------------------------------------
 
 
-def other_forms(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_residuals_in_another_form(rank: int, world: int) -> None:
     for codec in (CODEC, *SOME):
         ddp, state, saved = trained(codec, memory="residual")
         want = step(ddp, 9)
@@ -112,14 +113,12 @@ def other_forms(rank: int, world: int) -> None:
     assert same(other.state_dict(), state.state_dict())
 
 
-def test_residuals_in_another_form() -> None:
-    run(other_forms, 1)
-
-
 # ---- fields that are not there, or something else ---------------------------------------------------------
 
 
-def other_fields(rank: int, world: int, codec: str) -> tuple[int, int]:
+@pytest.mark.parametrize("codec", [pytest.param(c, marks=[pytest.mark.slow] * (c != SOME[1])) for c in SOME])
+@on_ranks(1)
+def test_every_field_missing_or_something_else(rank: int, world: int, codec: str) -> None:
     ddp, state, saved = trained(codec, memory="residual")
     refused = loaded = 0
     for path in paths(saved):
@@ -135,16 +134,11 @@ def other_fields(rank: int, world: int, codec: str) -> tuple[int, int]:
                 value,
                 text,
             )
-    return refused, loaded
+    assert refused > 400 and loaded > 10, (refused, loaded)
 
 
-@pytest.mark.parametrize("codec", [pytest.param(c, marks=[pytest.mark.slow] * (c != SOME[1])) for c in SOME])
-def test_every_field_missing_or_something_else(codec: str) -> None:
-    for refused, loaded in run(other_fields, 1, codec):
-        assert refused > 400 and loaded > 10, (refused, loaded)
-
-
-def doubled(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_groups_that_are_not_the_models(rank: int, world: int) -> None:
     ddp, state, saved = trained()
     one, two = saved["layout"]
     for layout, words in (
@@ -170,11 +164,8 @@ def doubled(rank: int, world: int) -> None:
     assert not judge(ddp, state, {**saved, "layout": layout}, saved["residuals"])
 
 
-def test_groups_that_are_not_the_models() -> None:
-    run(doubled, 1)
-
-
-def mixed(rank: int, world: int) -> str:
+@on_ranks(1)
+def test_a_group_of_two_dtypes(rank: int, world: int) -> None:
     """A group of two dtypes would read the one as the other."""
     logging.getLogger("sidcomp").setLevel(logging.CRITICAL)
     module = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4).bfloat16())
@@ -191,12 +182,8 @@ def mixed(rank: int, world: int) -> str:
     with pytest.raises(RuntimeError):
         ddp(torch.randn(3, 6)).sum().backward()
     assert isinstance(state.error, sidcomp.CheckpointError)
-    return str(state.error)
-
-
-def test_a_group_of_two_dtypes() -> None:
-    for text in run(mixed, 1):
-        assert "layout[0]" in text and "float32" in text and "bfloat16" in text
+    text = str(state.error)
+    assert "layout[0]" in text and "float32" in text and "bfloat16" in text
 
 
 # ---- anything --------------------------------------------------------------------------------------------
@@ -266,7 +253,8 @@ def test_whatever_is_in_it_of_every_codec(codec: str) -> None:
 WORDS = (0, 1, 7, 8, 9, 255, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 
 
-def other_statistics(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_statistics_that_no_encode_wrote(rank: int, world: int) -> None:
     draw = torch.Generator().manual_seed(7)
     for codec in [c for c in CODECS if not CODECS[c].lossless and fits(c, "residual")]:
         ddp, state, saved = trained(codec, memory="residual")
@@ -281,10 +269,6 @@ def other_statistics(rank: int, world: int) -> None:
             assert not judge(ddp, state, {**saved, "layout": layout}, saved["residuals"]), codec
             step(ddp, 3)
             assert all(bool(torch.isfinite(t).all()) for t in step(ddp, 4).values()), codec
-
-
-def test_statistics_that_no_encode_wrote() -> None:
-    run(other_statistics, 1)
 
 
 # ---- several ranks ----------------------------------------------------------------------------------------

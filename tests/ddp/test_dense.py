@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Case, Trainer, assert_same
 from common import GROUPS, make_state
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -58,7 +58,8 @@ def test_equals_plain_ddp(name: str) -> None:
     run(compare, 2, name, 6)
 
 
-def compare_lossy(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_the_comparison_can_fail(rank: int, world: int) -> None:
     plain = snapshots(CASES["default"], rank, 2, None)
     trainer = Trainer(CASES["default"], rank)
     state = sidcomp.State(codec="bf16", memory="none")
@@ -69,10 +70,6 @@ def compare_lossy(rank: int, world: int) -> None:
     state.close()
     with pytest.raises(AssertionError, match=r"gradient of .* differs \(\d+ of"):
         assert_same(got, plain[0], "bf16 against float32")
-
-
-def test_the_comparison_can_fail() -> None:
-    run(compare_lossy, 2)
 
 
 # ---- more ranks --------------------------------------------------------------------------------------------
@@ -190,20 +187,19 @@ def two_models(
     return seen
 
 
-def compare_two_models(rank: int, world: int, groups: str | int, together: bool) -> None:
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("groups", GROUPS)
+@on_ranks(2)
+def test_two_models_in_one_process(rank: int, world: int, groups: str | int, together: bool) -> None:
     plain = two_models(rank, world, None, together)
     ours = two_models(rank, world, groups, together)
     for i, (got, want) in enumerate(zip(ours, plain, strict=True)):
         assert_same(got, want, f"groups={groups!r}, together={together}, snapshot {i}")
 
 
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("groups", GROUPS)
-def test_two_models_in_one_process(groups: str | int, together: bool) -> None:
-    run(compare_two_models, 2, groups, together)
-
-
-def on_subgroups(rank: int, world: int, groups: str | int) -> None:
+@pytest.mark.parametrize("groups", ["bucket", "model"])
+@on_ranks(4)
+def test_ddp_on_a_part_of_the_ranks(rank: int, world: int, groups: str | int) -> None:
     """Ranks 0 and 2 train one model, 1 and 3 another."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = pairs[rank % 2]
@@ -225,12 +221,8 @@ def on_subgroups(rank: int, world: int, groups: str | int) -> None:
         assert_same(got, want, f"subgroup of rank {rank}, step {step}")
 
 
-@pytest.mark.parametrize("groups", ["bucket", "model"])
-def test_ddp_on_a_part_of_the_ranks(groups: str) -> None:
-    run(on_subgroups, 4, groups)
-
-
-def rewrap(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_wrapped_again(rank: int, world: int) -> None:
     """A new DDP around the same module, with a new state, in the middle of training."""
     seen: list[list[dict[str, Tensor | None]]] = []
     for ours in (False, True):
@@ -250,10 +242,6 @@ def rewrap(rank: int, world: int) -> None:
         trainer.close()
     for step, (got, want) in enumerate(zip(seen[1], seen[0], strict=True)):
         assert_same(got, want, f"wrapped again, step {step}")
-
-
-def test_wrapped_again() -> None:
-    run(rewrap, 2)
 
 
 # ---- through a real gradient path --------------------------------------------------------------------------

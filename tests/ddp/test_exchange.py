@@ -35,7 +35,7 @@ from common import (
     tolerant,
     with_density,
 )  # fmt: skip
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from torch import nn
 
@@ -228,11 +228,6 @@ def test_beside_dense_parameters(codec: str) -> None:
 # ---- conservation ------------------------------------------------------------------------------------------
 
 
-def conserve_each(rank: int, world: int, codec: str) -> None:
-    for groups in GROUPS:
-        conserve(rank, world, codec, groups, "cap-small", 12)
-
-
 def conserve(rank: int, world: int, codec: str, groups: str | int, name: str, steps: int) -> None:
     """gradient + kept before = sent + kept after, and the step is the sum of what was sent, over W: exactly
     where elements are sent as they are or not at all, else to the roundings."""
@@ -283,8 +278,10 @@ def conserve(rank: int, world: int, codec: str, groups: str | int, name: str, st
 @pytest.mark.parametrize(
     ("codec", "world"), [(c, w) for c in SPARSE for w in (1, 2, 3) if w < 3 or c in GATHERED]
 )
-def test_nothing_is_lost(codec: str, world: int) -> None:
-    run(conserve_each, world, codec)
+@on_ranks()
+def test_nothing_is_lost(rank: int, world: int, codec: str) -> None:
+    for groups in GROUPS:
+        conserve(rank, world, codec, groups, "cap-small", 12)
 
 
 # ---- replicas ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Trainer, assert_same
 from common import CODECS, GATHERED, LINEAR, groups_of, make_state
-from harness import RankFailed, run
+from harness import RankFailed, on_ranks, run
 from sidcomp import _core
 from sidcomp.doors.ddp import register
 
@@ -265,7 +265,10 @@ def test_an_iteration_that_one_rank_gives_up_stops_all(arguments: dict[str, Any]
         ), texts
 
 
-def corrupted(rank: int, world: int, codec: str, groups: str) -> None:
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("codec", GATHERED)
+@on_ranks(3)
+def test_a_corrupt_payload_names_its_rank(rank: int, world: int, codec: str, groups: str) -> None:
     """One rank's payload has a flipped bit: every rank says whose."""
     trainer, state = trainer_and_state(rank, codec, groups)
     for _ in range(3):
@@ -286,12 +289,6 @@ def corrupted(rank: int, world: int, codec: str, groups: str) -> None:
         trainer.step()
     trainer.close()
     state.close()
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("codec", GATHERED)
-def test_a_corrupt_payload_names_its_rank(codec: str, groups: str) -> None:
-    run(corrupted, 3, codec, groups)
 
 
 # ---- replicas that drift apart -----------------------------------------------------------------------------
@@ -333,7 +330,9 @@ def test_checksums_find_a_replica_that_drifts(codec: str) -> None:
         assert "group 1" in text and "rank 2" in text, text
 
 
-def sound(rank: int, world: int, codec: str) -> None:
+@pytest.mark.parametrize("codec", ONE_OF_EACH)
+@on_ranks(2)
+def test_checksums_of_sound_replicas_say_nothing(rank: int, world: int, codec: str) -> None:
     trainer, state = trainer_and_state(rank, codec, 900, checksum_every=2)
     for _ in range(6):
         trainer.step()
@@ -341,12 +340,8 @@ def sound(rank: int, world: int, codec: str) -> None:
     state.close()
 
 
-@pytest.mark.parametrize("codec", ONE_OF_EACH)
-def test_checksums_of_sound_replicas_say_nothing(codec: str) -> None:
-    run(sound, 2, codec)
-
-
-def checksums_change_nothing(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_checksums_change_nothing(rank: int, world: int) -> None:
     seen = []
     for every in (0, 1):
         trainer, state = trainer_and_state(rank, GATHERED[0], "bucket", checksum_every=every)
@@ -358,22 +353,7 @@ def checksums_change_nothing(rank: int, world: int) -> None:
     assert_same(seen[0], seen[1], "with checksums")
 
 
-def test_checksums_change_nothing() -> None:
-    run(checksums_change_nothing, 2)
-
-
 # ---- ranks that do not agree -------------------------------------------------------------------------------
-
-
-def disagree(rank: int, world: int, arguments: list[dict[str, Any]]) -> str:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State(**arguments[rank])
-    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
-        register(trainer.wrapper, state)
-        trainer.step()
-        trainer.step()
-    trainer.close()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -391,9 +371,19 @@ def disagree(rank: int, world: int, arguments: list[dict[str, Any]]) -> str:
         ([{"groups": "auto"}, {"groups": "mergecomp"}], "mergecomp"),
     ],
 )
-def test_ranks_with_different_settings(arguments: list[dict[str, Any]], names: str) -> None:
-    for text in run(disagree, 2, arguments, group_timeout=10):
-        assert names in text and "rank" in text, text
+@on_ranks(2, group_timeout=10)
+def test_ranks_with_different_settings(
+    rank: int, world: int, arguments: list[dict[str, Any]], names: str
+) -> None:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(**arguments[rank])
+    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
+        register(trainer.wrapper, state)
+        trainer.step()
+        trainer.step()
+    trainer.close()
+    text = str(caught.value)
+    assert names in text and "rank" in text, text
 
 
 # ---- the harness itself ------------------------------------------------------------------------------------

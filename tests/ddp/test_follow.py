@@ -11,7 +11,7 @@ import sidcomp
 import torch
 from cases import CASES, Trainer, assert_same
 from common import make_state, residuals_of
-from harness import run
+from harness import on_ranks, run
 from local_training import KINDS, updates
 from sidcomp.config.grouping import Regime
 from sidcomp.doors.ddp import register
@@ -149,7 +149,13 @@ def test_a_resumed_run_knows_the_last_rates(after: bool) -> None:
 # ---- groups that change ----------------------------------------------------------------------------
 
 
-def conserve(rank: int, world: int, park: bool, exchanges: bool) -> dict[str, float]:
+@pytest.mark.parametrize(
+    ("world", "park", "exchanges"), [(1, False, False), (2, False, False), (2, True, False), (4, True, True)]
+)
+@on_ranks()
+def test_nothing_is_lost_when_groups_and_rates_change(
+    rank: int, world: int, park: bool, exchanges: bool
+) -> None:
     """What was fed, at its rate each time, is what was applied, at its own, and what is kept, at the last."""
     more: dict[str, Any] = {"exchange": ["twoshot", "hierarchical"], "ranks_per_node": 2} if exchanges else {}
     r = Run(rank, world, **more)
@@ -210,17 +216,10 @@ def conserve(rank: int, world: int, park: bool, exchanges: bool) -> dict[str, fl
                     mine -= world * kept[-1].view(mine.shape)
             torch.distributed.all_reduce(mine)
             worst = max(worst, float((mine - taken[name]).abs().max()))
-    return {"worst": worst, "kept": kept_most, "error": r.state.error is not None}
-
-
-@pytest.mark.parametrize(
-    ("world", "park", "exchanges"), [(1, False, False), (2, False, False), (2, True, False), (4, True, True)]
-)
-def test_nothing_is_lost_when_groups_and_rates_change(world: int, park: bool, exchanges: bool) -> None:
-    for r in run(conserve, world, park, exchanges):
-        assert not r["error"]
-        assert r["kept"] > 0.05, "the test did not have a residual to lose"
-        assert r["worst"] < 2e-5
+    r = {"worst": worst, "kept": kept_most, "error": r.state.error is not None}
+    assert not r["error"]
+    assert r["kept"] > 0.05, "the test did not have a residual to lose"
+    assert r["worst"] < 2e-5
 
 
 # ---- several rates, and what is refused ------------------------------------------------------------
@@ -314,7 +313,8 @@ def refused(rank: int, world: int) -> list[str]:
     return said
 
 
-def rolled_back(rank: int, world: int) -> list[list[float]]:
+@on_ranks(1)
+def test_what_is_loaded_owes_at_its_own_rate(rank: int, world: int) -> None:
     trainer = Trainer(CASES["cap-tiny"], rank)
     state = sidcomp.State("topk", density=0.1)
     register(trainer.wrapper, state)
@@ -332,11 +332,6 @@ def rolled_back(rank: int, world: int) -> list[list[float]]:
         seen.append([g.stage.carry for g in state.engine.layout.groups])
     trainer.close()
     state.close()
-    return seen
-
-
-def test_what_is_loaded_owes_at_its_own_rate() -> None:
-    (seen,) = run(rolled_back, 1)
     assert [set(carries) for carries in seen] == [{1.0}, {1.0}, {2.0}, {2.0}, {4.0}]
 
 
@@ -417,7 +412,9 @@ def test_the_optimizer_inside_a_wrapper_is_followed() -> None:
     run(wrapped, 1, "bare")
 
 
-def local_wrapped(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_updates_take_wrappers(rank: int, world: int, kind: str) -> None:
     """Updates are exchanged after a step of the optimizer inside, by whichever it was taken."""
     ends = []
     for wrap in (lambda o: o, Wrapper, Bare):
@@ -435,11 +432,6 @@ def local_wrapped(rank: int, world: int, kind: str) -> None:
             assert local.steps == 6 and state.stats()["steps"] == 3
         ends.append(module.weight.detach().clone())
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_updates_take_wrappers(kind: str) -> None:
-    run(local_wrapped, 2, kind)
 
 
 def test_a_wrapper_of_none_or_several_is_told_what_to_give() -> None:

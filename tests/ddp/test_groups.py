@@ -9,7 +9,7 @@ import sidcomp
 import torch
 from cases import CASES, Trainer, explicit_groups
 from common import GATHERED, groups_of
-from harness import run
+from harness import on_ranks
 
 
 def watch(
@@ -35,11 +35,6 @@ def watch(
     return [[piece for piece in b if piece[2]] for b in buckets], groups
 
 
-def by_bucket(rank: int, world: int, name: str, steps: int) -> None:
-    buckets, groups = watch(rank, name, steps)
-    assert sorted(g["names"] for g in groups) == sorted([n for n, _, _ in b] for b in buckets if b)
-
-
 SHOWN = [
     "default",
     "cap-small",
@@ -55,11 +50,15 @@ SHOWN = [
 @pytest.mark.many
 @pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_group_for_each_bucket(name: str, steps: int) -> None:
-    run(by_bucket, 2, name, steps)
+@on_ranks(2)
+def test_a_group_for_each_bucket(rank: int, world: int, name: str, steps: int) -> None:
+    buckets, groups = watch(rank, name, steps)
+    assert sorted(g["names"] for g in groups) == sorted([n for n, _, _ in b] for b in buckets if b)
 
 
-def whole(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", SHOWN)
+@on_ranks(2)
+def test_one_group_for_each_dtype(rank: int, world: int, name: str) -> None:
     buckets, groups = watch(rank, name, 4, groups="model")
     order: dict[torch.dtype, list[str]] = {}
     for bucket in buckets:
@@ -68,12 +67,11 @@ def whole(rank: int, world: int, name: str) -> None:
     assert sorted(g["names"] for g in groups) == sorted(order.values())
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_one_group_for_each_dtype(name: str) -> None:
-    run(whole, 2, name)
-
-
-def by_bytes(rank: int, world: int, name: str, size: int | str, count: int) -> None:
+@pytest.mark.many
+@pytest.mark.parametrize("size, count", [(1, 1), (500, 500), (10**9, 10**9), ("1KB", 1024), ("0.5 kb", 512)])
+@pytest.mark.parametrize("name", ["default", "cap-tiny", "mixed-tiny"])
+@on_ranks(2)
+def test_groups_of_about_so_many_bytes(rank: int, world: int, name: str, size: int | str, count: int) -> None:
     buckets, groups = watch(rank, name, 4, groups=size)
     order: dict[torch.dtype, list[tuple[str, int]]] = {}
     for bucket in buckets:
@@ -93,24 +91,14 @@ def by_bytes(rank: int, world: int, name: str, size: int | str, count: int) -> N
     assert sorted(g["names"] for g in groups) == sorted(want)
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("size, count", [(1, 1), (500, 500), (10**9, 10**9), ("1KB", 1024), ("0.5 kb", 512)])
-@pytest.mark.parametrize("name", ["default", "cap-tiny", "mixed-tiny"])
-def test_groups_of_about_so_many_bytes(name: str, size: int | str, count: int) -> None:
-    run(by_bytes, 2, name, size, count)
-
-
-def as_listed(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", [*SHOWN, "mixed", "frozen"])
+@on_ranks(2)
+def test_groups_as_they_are_listed(rank: int, world: int, name: str) -> None:
     module = CASES[name].build()
     lists = explicit_groups(module)
     _, groups = watch(rank, name, 4, groups=lists)
     empty = {n for n, p in module.named_parameters() if not p.numel()}
     assert [g["names"] for g in groups] == [[n for n in names if n not in empty] for names in lists]
-
-
-@pytest.mark.parametrize("name", [*SHOWN, "mixed", "frozen"])
-def test_groups_as_they_are_listed(name: str) -> None:
-    run(as_listed, 2, name)
 
 
 DENSE: dict[Any, set[str]] = {
@@ -125,7 +113,11 @@ DENSE: dict[Any, set[str]] = {
 }
 
 
-def excluding(rank: int, world: int, exclude: Any, groups: Any) -> None:
+@pytest.mark.many
+@pytest.mark.parametrize("groups", ["bucket", "model", 600])
+@pytest.mark.parametrize("exclude", DENSE, ids=str)
+@on_ranks(2)
+def test_what_is_excluded_is_sent_dense(rank: int, world: int, exclude: Any, groups: Any) -> None:
     _, formed = watch(rank, "cap-small", 4, exclude=exclude, groups=groups, codec=GATHERED[0])
     dense = {n for g in formed if g["codec"] == "none" for n in g["names"]}
     compressed = {n for g in formed if g["codec"] == GATHERED[0] for n in g["names"]}
@@ -133,19 +125,9 @@ def excluding(rank: int, world: int, exclude: Any, groups: Any) -> None:
     assert dense | compressed == DENSE[("*",)] and not dense & compressed
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("groups", ["bucket", "model", 600])
-@pytest.mark.parametrize("exclude", DENSE, ids=str)
-def test_what_is_excluded_is_sent_dense(exclude: Any, groups: Any) -> None:
-    run(excluding, 2, exclude, groups)
-
-
-def listed_and_excluded(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_lists_beside_exclude(rank: int, world: int) -> None:
     lists = [["third.weight", "last.weight"], ["first.weight", "second.weight"]]
     _, formed = watch(rank, "cap-small", 4, exclude="1-D", groups=lists, codec=GATHERED[0])
     assert [g["names"] for g in formed if g["codec"] == GATHERED[0]] == lists
     assert {n for g in formed if g["codec"] == "none" for n in g["names"]} == DENSE["1-D"]
-
-
-def test_lists_beside_exclude() -> None:
-    run(listed_and_excluded, 2)

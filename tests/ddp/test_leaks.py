@@ -17,7 +17,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from sidcomp.runtime import reaper
 from sidcomp.runtime.cpu_executor import CpuExecutor
 from torch import nn
@@ -119,7 +119,8 @@ def test_of_some_of_the_ranks() -> None:
     assert run(drop_in_a_part, 3) == [True] * 3
 
 
-def drop_at_other_times(rank: int, world: int) -> float:
+@on_ranks(2)
+def test_ranks_collect_at_different_times(rank: int, world: int) -> None:
     """A group that torch makes between the two collections has one name on both ranks."""
     trained({"codec": "none"})
     ddp = wrapped()
@@ -133,11 +134,7 @@ def drop_at_other_times(rank: int, world: int) -> float:
     group = dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=20))
     x = torch.ones(1)
     dist.all_reduce(x, group=group)
-    return float(x)
-
-
-def test_ranks_collect_at_different_times() -> None:
-    assert run(drop_at_other_times, 2) == [2.0, 2.0]
+    assert float(x) == 2.0
 
 
 def drop_in_a_callback(rank: int, world: int) -> bool:
@@ -175,7 +172,8 @@ def test_the_last_to_hold_it_is_a_callback() -> None:
     assert run(drop_in_a_callback, 2) == [True, True]
 
 
-def drop_while_under_way(rank: int, world: int) -> bool:
+@on_ranks(2)
+def test_work_under_way_is_not_waited_for(rank: int, world: int) -> None:
     """Rank 1 comes late to an exchange: rank 0, which has dropped its State, waits for nobody."""
     trained({"codec": "none"})
     before = at_rest()
@@ -190,11 +188,7 @@ def drop_while_under_way(rank: int, world: int) -> bool:
     at_once = time.monotonic() - begin < 0.5
     work.wait()
     del work
-    return at_once and x[0] == world and given_back(before)
-
-
-def test_work_under_way_is_not_waited_for() -> None:
-    assert run(drop_while_under_way, 2) == [True, True]
+    assert at_once and x[0] == world and given_back(before)
 
 
 def one_without_the_other(rank: int, world: int) -> bool:

@@ -20,7 +20,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from cases import CASES, Case, Scrambled, Trainer, square
-from harness import run
+from harness import on_ranks, run
 from local_training import KINDS, updates
 from sidcomp.autotune import measurement
 from sidcomp.config.exchange_choice import MessagePlan
@@ -353,7 +353,8 @@ def test_a_gradscaler_that_nobody_named_is_noticed_once(told: str) -> None:
     assert not other
 
 
-def not_enabled(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_a_gradscaler_that_is_not_enabled_is_none(rank: int, world: int) -> None:
     """A scaler that does nothing changes nothing: neither what is followed nor what a step keeps."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     trainer = Trainer(CASES["default"], rank)
@@ -380,11 +381,9 @@ def not_enabled(rank: int, world: int) -> None:
     trainer.close()
 
 
-def test_a_gradscaler_that_is_not_enabled_is_none() -> None:
-    run(not_enabled, 1)
-
-
-def scaled_locally(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_gradscaler_beside_updates_raises_no_alarm(rank: int, world: int, kind: str) -> None:
     """As far as the third exchange, in which a State looks for a scaler."""
     for enabled in (True, False):
         module = Scrambled()
@@ -405,12 +404,8 @@ def scaled_locally(rank: int, world: int, kind: str) -> None:
                 state.update_scale(scaler.get_scale())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gradscaler_beside_updates_raises_no_alarm(kind: str) -> None:
-    run(scaled_locally, 2, kind)
-
-
-def followed_adam(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_follow_checks_the_optimizer(rank: int, world: int) -> None:
     trainer = Trainer(CASES["default"], rank)
     adam = torch.optim.Adam(trainer.module.parameters())
     state = sidcomp.State(**SPARSE)
@@ -432,11 +427,8 @@ def followed_adam(rank: int, world: int) -> None:
         check_optimizer(doubled, trainer.optimizer)
 
 
-def test_follow_checks_the_optimizer() -> None:
-    run(followed_adam, 1)
-
-
-def replaced(rank: int, world: int) -> list[str]:
+@on_ranks(1)
+def test_a_hook_that_is_never_called_is_noticed(rank: int, world: int) -> None:
     """A framework wraps the module in another DDP, whose hook is torch's own."""
     trainer = Trainer(CASES["default"], rank)
     state = sidcomp.State(**SPARSE)
@@ -448,11 +440,7 @@ def replaced(rank: int, world: int) -> list[str]:
         for _ in range(optimizer_watch._MOST_STEPS + 3):
             trainer.optimizer.step()
     trainer.close()
-    return [str(w.message) for w in caught]
-
-
-def test_a_hook_that_is_never_called_is_noticed() -> None:
-    (ours,) = run(replaced, 1)
+    ours = [str(w.message) for w in caught]
     assert len(ours) == 1 and "no gradient has reached sidcomp" in ours[0]
 
 
@@ -862,7 +850,9 @@ def test_a_module_that_was_converted_after_ddp_wrapped_it_is_spoken_of(how: str)
         assert "the ranks drift apart" in text and "before DDP(module)" in text
 
 
-def converted_locally(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_module_that_was_converted_under_updates_is_refused(rank: int, world: int, kind: str) -> None:
     for steps in (0, 2):
         for how in ("half", "double", "to") if steps else ("to", "a part"):
             module = layers()
@@ -882,11 +872,6 @@ def converted_locally(rank: int, world: int, kind: str) -> None:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     state.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_module_that_was_converted_under_updates_is_refused(kind: str) -> None:
-    run(converted_locally, 2, kind)
 
 
 # ---- a program that resumes without its State --------------------------------------------------------------

@@ -11,7 +11,7 @@ import sidcomp
 import torch
 from cases import CASES, Trainer
 from common import groups_of
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from sidcomp.doors.optimizer_check import check_optimizer
 from test_switch import MIXED, NAMES, PLAIN, SIDCO, TOPK, Run, scripted
@@ -94,7 +94,9 @@ def test_dense_with_dgc_trains_as_plain_ddp_with_momentum(nesterov: bool) -> Non
     assert max(run(plain_and_ours, 2, "dgc", nesterov)) < 1e-5
 
 
-def switching(rank: int, world: int, park: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("park", [False, True])
+@on_ranks(2)
+def test_velocities_survive_changes_of_groups_and_codec(rank: int, world: int, park: bool) -> None:
     r = Velocities(rank, world)
     r.step(), r.step()
     scripted(r.state, [PLAIN, TOPK, TOPK, SIDCO, MIXED, TOPK, PLAIN, PLAIN, TOPK, MIXED, PLAIN], park)
@@ -107,14 +109,9 @@ def switching(rank: int, world: int, park: bool) -> dict[str, Any]:
         assert set(kept) == set(NAMES)
         for n, u in r.u.items():  # the velocity goes on through every change
             torch.testing.assert_close(kept[n][1].double(), u.view(-1), rtol=1e-5, atol=1e-5)
-    return {"lost": max(lost), "seen": set(seen), "error": repr(r.state.error)}
-
-
-@pytest.mark.parametrize("park", [False, True])
-def test_velocities_survive_changes_of_groups_and_codec(park: bool) -> None:
-    for r in run(switching, 2, park):
-        assert r["error"] == "None" and r["lost"] < 2e-4
-        assert {("topk", "topk"), ("sidco-e",), ("none",), ("topk", "none", "sidco-e")} <= r["seen"]
+    r = {"lost": max(lost), "seen": set(seen), "error": repr(r.state.error)}
+    assert r["error"] == "None" and r["lost"] < 2e-4
+    assert {("topk", "topk"), ("sidco-e",), ("none",), ("topk", "none", "sidco-e")} <= r["seen"]
 
 
 # ---- another world size ------------------------------------------------------------------------------------
@@ -171,7 +168,17 @@ def test_another_world_size_keeps_the_mean_momentum(
 # ---- steps that are not finite -----------------------------------------------------------------------------
 
 
-def nonfinite_step(rank: int, world: int, codec: str) -> None:
+def nonfinite_elsewhere(r: Velocities) -> None:
+    """The same step on a rank whose own gradient is finite."""
+    fed, applied = ({n: t.clone() for n, t in x.items()} for x in (r.fed, r.applied))
+    u = {n: t.clone() for n, t in r.u.items()}
+    r.step()
+    r.fed, r.applied, r.u = fed, applied, u
+
+
+@pytest.mark.parametrize("codec", ["none", "topk"])
+@on_ranks(2)
+def test_a_step_that_is_not_finite_leaves_velocities_alone(rank: int, world: int, codec: str) -> None:
     more = {"density": 0.05} if codec == "topk" else {}
     r = Velocities(rank, world, codec=codec, candidates=None, groups="model", **more)
     for _ in range(5):
@@ -183,16 +190,3 @@ def nonfinite_step(rank: int, world: int, codec: str) -> None:
         torch.testing.assert_close(after[n], before[n], rtol=1e-5, atol=1e-5)
     r.step()
     assert r.missing() < 1e-3
-
-
-def nonfinite_elsewhere(r: Velocities) -> None:
-    """The same step on a rank whose own gradient is finite."""
-    fed, applied = ({n: t.clone() for n, t in x.items()} for x in (r.fed, r.applied))
-    u = {n: t.clone() for n, t in r.u.items()}
-    r.step()
-    r.fed, r.applied, r.u = fed, applied, u
-
-
-@pytest.mark.parametrize("codec", ["none", "topk"])
-def test_a_step_that_is_not_finite_leaves_velocities_alone(codec: str) -> None:
-    run(nonfinite_step, 2, codec)

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import sidcomp
 import torch
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +45,8 @@ def steps(
     return {n.replace("_orig_mod.", ""): p.detach().clone() for n, p in module.named_parameters()}
 
 
-def compiled(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_compiled_module_has_the_names_and_checkpoints_of_a_plain_one(rank: int, world: int) -> None:
     out: dict[str, Any] = {}
     arguments: dict[str, Any] = {"density": 0.1, "exclude": ["2.bias"]}
     saved: dict[str, Any] = {}
@@ -74,16 +75,12 @@ def compiled(rank: int, world: int) -> dict[str, Any]:
     module.load_state_dict(out["plain"])
     with sidcomp.State("topk", **arguments) as state:
         out["continued"] = steps(rank, module, state, 4, 7, saved["whole"])
-    return out
-
-
-def test_a_compiled_module_has_the_names_and_checkpoints_of_a_plain_one() -> None:
-    for r in run(compiled, 2):
-        for kind in ("plain", "whole", "part"):
-            assert r[f"{kind} names"] == NAMES - {"2.bias"}
-            assert all(torch.equal(r[kind][n], r["plain"][n]) for n in NAMES)
-        for kind in ("from plain", "from whole", "old"):
-            assert all(torch.equal(r[kind][n], r["continued"][n]) for n in NAMES), kind
+    r = out
+    for kind in ("plain", "whole", "part"):
+        assert r[f"{kind} names"] == NAMES - {"2.bias"}
+        assert all(torch.equal(r[kind][n], r["plain"][n]) for n in NAMES)
+    for kind in ("from plain", "from whole", "old"):
+        assert all(torch.equal(r[kind][n], r["continued"][n]) for n in NAMES), kind
 
 
 def frozen(rank: int, world: int) -> dict[str, Any]:

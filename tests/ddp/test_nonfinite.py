@@ -24,7 +24,7 @@ from common import (
     residuals_of,
     with_density,
 )  # fmt: skip
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -143,7 +143,10 @@ def test_one_bad_element_in_half_precision(codec: str, memory: str) -> None:
 # ---- GradScaler --------------------------------------------------------------------------------------------
 
 
-def scaled(rank: int, world: int, codec: str) -> dict[str, Any]:
+# Signs of a fixed magnitude know nothing of a loss scale: their documentation says so.
+@pytest.mark.parametrize("codec", [c for c in LOSSY if c in STEADY and "vote" not in CODECS[c].traits])
+@on_ranks(2)
+def test_grad_scaler_leaves_out_the_step(rank: int, world: int, codec: str) -> None:
     """The loop of the AMP manual; in two steps the loss of one rank overflows."""
     torch.manual_seed(0)
     module = Scrambled()
@@ -182,16 +185,10 @@ def scaled(rank: int, world: int, codec: str) -> dict[str, Any]:
         assert all(e == everywhere[0] for e in everywhere)
     ddp = None
     state.close()
-    return {"skipped": skipped, "losses": losses, "factors": factors}
-
-
-# Signs of a fixed magnitude know nothing of a loss scale: their documentation says so.
-@pytest.mark.parametrize("codec", [c for c in LOSSY if c in STEADY and "vote" not in CODECS[c].traits])
-def test_grad_scaler_leaves_out_the_step(codec: str) -> None:
-    for found in run(scaled, 2, codec):
-        assert found["skipped"] == [6, 17]
-        assert set(found["factors"]) == {0.5, 1.0, 2.0}
-        assert found["losses"][-1] < 0.6 * found["losses"][0], found["losses"]
+    found = {"skipped": skipped, "losses": losses, "factors": factors}
+    assert found["skipped"] == [6, 17]
+    assert set(found["factors"]) == {0.5, 1.0, 2.0}
+    assert found["losses"][-1] < 0.6 * found["losses"][0], found["losses"]
 
 
 def rescaled(rank: int, world: int, codec: str) -> None:
@@ -230,7 +227,8 @@ def test_rescale(codec: str) -> None:
     run(rescaled, 2, codec)
 
 
-def scale_in_checkpoint(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_the_scale_travels_with_the_checkpoint(rank: int, world: int) -> None:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State()
     register(trainer.wrapper, state)
@@ -252,11 +250,9 @@ def scale_in_checkpoint(rank: int, world: int) -> None:
     state.close()
 
 
-def test_the_scale_travels_with_the_checkpoint() -> None:
-    run(scale_in_checkpoint, 2)
-
-
-def overflow_in_the_sum(rank: int, world: int, codec: str) -> None:
+@pytest.mark.parametrize("codec", [*LINEAR, *GATHERED])
+@on_ranks(2)
+def test_the_memory_survives_the_largest_gradients(rank: int, world: int, codec: str) -> None:
     """Gradients that are finite on every rank, but too large for the codec's body or the sum."""
     big = torch.finfo(torch.float32).max
 
@@ -282,8 +278,3 @@ def overflow_in_the_sum(rank: int, world: int, codec: str) -> None:
         assert all(r.isfinite().all() for r in residuals_of(state).values())
     trainer.close()
     state.close()
-
-
-@pytest.mark.parametrize("codec", [*LINEAR, *GATHERED])
-def test_the_memory_survives_the_largest_gradients(codec: str) -> None:
-    run(overflow_in_the_sum, 2, codec)

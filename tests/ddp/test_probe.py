@@ -16,7 +16,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from common import CODECS, KINDS
-from harness import run
+from harness import on_ranks, run
 from sidcomp import _core
 from sidcomp.autotune import collective_benchmark, probe
 from sidcomp.autotune.collective_benchmark import Exchanging, Overlapped, Series, Wait, Wire, wire_of
@@ -103,7 +103,8 @@ def test_exchanges_of_messages_are_measured_like_the_others() -> None:
             assert curve.at(2**17) > 0, (m.name, stage)
 
 
-def slow_messages(rank: int, world: int) -> dict[str, int]:
+@on_ranks(3)
+def test_what_messages_take_is_the_exchanges_cost(rank: int, world: int) -> None:
     """Messages that take 20 milliseconds longer are seen in the exchange."""
     real = point_to_point.post
 
@@ -114,14 +115,10 @@ def slow_messages(rank: int, world: int) -> dict[str, int]:
     point_to_point.post = paced
     (choice,) = ExchangeChoice.parse(["twoshot"], {})
     m = measure([probe.Candidate("topk", choice=choice)], 2**14, budget_s=3.0).methods[1]
-    return {stage: curve.at(2**14) for stage, curve in m.stages().items()}
-
-
-def test_what_messages_take_is_the_exchanges_cost() -> None:
-    for late in run(slow_messages, 3):
-        assert late["exchange"] >= 35 * 10**9  # two rounds
-        assert late.get("contended", 10**12) >= 35 * 10**9  # a busy machine has no time for it
-        assert late["encode"] + late["decode"] < late["exchange"]
+    late = {stage: curve.at(2**14) for stage, curve in m.stages().items()}
+    assert late["exchange"] >= 35 * 10**9  # two rounds
+    assert late.get("contended", 10**12) >= 35 * 10**9  # a busy machine has no time for it
+    assert late["encode"] + late["decode"] < late["exchange"]
 
 
 def slow_encode(rank: int, world: int) -> list[int]:
@@ -366,7 +363,8 @@ def test_an_exchange_beside_a_backward_pass_is_not_measured_beside_an_endless_on
 # ---- nothing is disturbed ----------------------------------------------------------------------------------
 
 
-def beside_training(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_training_is_not_disturbed(rank: int, world: int) -> None:
     model = torch.nn.Linear(50, 50)
     model(torch.ones(2, 50)).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -383,10 +381,6 @@ def beside_training(rank: int, world: int) -> None:
     assert torch.is_grad_enabled()
     for p, g in zip(model.parameters(), gradients, strict=True):
         assert torch.equal(p.grad, g)
-
-
-def test_training_is_not_disturbed() -> None:
-    run(beside_training, 2)
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------------
@@ -462,7 +456,8 @@ def test_a_peer_stops_while_a_rank_computes() -> None:
     assert run(stop_beside_computing, 2, dying=[1], group_timeout=4)[0]
 
 
-def refused(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_bad_candidates_are_refused_on_every_rank(rank: int, world: int) -> None:
     exchange, texts = make_exchange(), []
     for candidates, dtype in (
         ([probe.Candidate("topk"), probe.Candidate("topk")], torch.float32),
@@ -474,9 +469,4 @@ def refused(rank: int, world: int) -> list[str]:
         texts.append(str(caught.value))
     assert exchange.gather_bytes(b"x") == [b"x"] * world  # all ranks alike: none waits for another
     exchange.close()
-    return texts
-
-
-def test_bad_candidates_are_refused_on_every_rank() -> None:
-    for texts in run(refused, 2):
-        assert "named twice" in texts[0] and "topkk" in texts[1] and "convert the module" in texts[2]
+    assert "named twice" in texts[0] and "topkk" in texts[1] and "convert the module" in texts[2]

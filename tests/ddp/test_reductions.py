@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Case, Trainer, bits, square
 from common import CODECS, Array, flat, groups_of, make_state, residuals_of, shaped
-from harness import run
+from harness import on_ranks, run
 from sidcomp import _core
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.doors.ddp import register
@@ -500,7 +500,26 @@ def owed(state: sidcomp.State, world: int, parameters: list[str]) -> dict[str, A
     return out
 
 
-def switch(rank: int, world: int, first: Settings, second: Settings) -> None:
+PLAIN: Settings = {"codec": "topk", "density": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (PLAIN, TWOSHOT),
+        (TWOSHOT, PLAIN),
+        (PLAIN, NODES),
+        (NODES, PLAIN),
+        (TWOSHOT, {**NODES, "within": "twoshot"}),
+        ({**NODES, "within": "twoshot"}, PLAIN),
+        ({**NODES, "within": "twoshot"}, TWOSHOT),
+        (NODES, {**NODES, "ranks_per_node": 4}),
+    ],
+)
+@on_ranks(4)
+def test_nothing_is_lost_when_the_exchange_changes(
+    rank: int, world: int, first: Settings, second: Settings
+) -> None:
     trainer, state = trained(rank, "cap-small", "bucket", **first)
     for _ in range(4):
         trainer.step()
@@ -528,26 +547,6 @@ def switch(rank: int, world: int, first: Settings, second: Settings) -> None:
         np.testing.assert_allclose(flat(p.grad, p).double().numpy() + after[name], total, atol=1e-5)
     trainer.close()
     other.close()
-
-
-PLAIN: Settings = {"codec": "topk", "density": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (PLAIN, TWOSHOT),
-        (TWOSHOT, PLAIN),
-        (PLAIN, NODES),
-        (NODES, PLAIN),
-        (TWOSHOT, {**NODES, "within": "twoshot"}),
-        ({**NODES, "within": "twoshot"}, PLAIN),
-        ({**NODES, "within": "twoshot"}, TWOSHOT),
-        (NODES, {**NODES, "ranks_per_node": 4}),
-    ],
-)
-def test_nothing_is_lost_when_the_exchange_changes(first: Settings, second: Settings) -> None:
-    run(switch, 4, first, second)
 
 
 def save(rank: int, world: int, settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -706,7 +705,16 @@ def test_an_error_between_the_rounds(codec: str, method: str, when: int) -> None
     )
 
 
-def corrupt_once(rank: int, world: int, settings: Settings) -> list[Any]:
+SUMMED: Settings = {"codec": "fp16", "exchange": "hierarchical", "ranks_per_node": 1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [*(ALL[name] for name in ("ring1", "torus1", "twoshot", "cascade")), SUMMED],
+    ids=["ring1", "torus1", "twoshot", "cascade", "allreduce"],
+)
+@on_ranks(4)
+def test_a_message_that_changed_fails_all_ranks(rank: int, world: int, settings: Settings) -> None:
     """In step 3 rank 0 gets a message that has changed."""
     trainer, state = trained(rank, "default", "model", **settings)
     original, calls = MessagePlan.advance, 0
@@ -734,22 +742,9 @@ def corrupt_once(rank: int, world: int, settings: Settings) -> list[Any]:
                     assert torch.allclose(kept, before[name], atol=1e-6), name
     trainer.close()
     state.close()
-    return texts
-
-
-SUMMED: Settings = {"codec": "fp16", "exchange": "hierarchical", "ranks_per_node": 1}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [*(ALL[name] for name in ("ring1", "torus1", "twoshot", "cascade")), SUMMED],
-    ids=["ring1", "torus1", "twoshot", "cascade", "allreduce"],
-)
-def test_a_message_that_changed_fails_all_ranks(settings: Settings) -> None:
-    for texts in run(corrupt_once, 4, settings):
-        assert [t == "fine" for t in texts] == [True, True, False, True, True], texts
-        kind, text = texts[2]
-        assert kind == "CorruptPayloadError" and re.search(r"group 0 .*\.weight", text), texts
+    assert [t == "fine" for t in texts] == [True, True, False, True, True], texts
+    kind, text = texts[2]
+    assert kind == "CorruptPayloadError" and re.search(r"group 0 .*\.weight", text), texts
 
 
 def lose_a_peer(rank: int, world: int, settings: Settings) -> tuple[str, str]:
@@ -809,7 +804,8 @@ def test_the_threads_end_with_their_state(case: str, settings: Settings, thread:
         assert thread not in names
 
 
-def steady(rank: int, world: int) -> tuple[list[int], dict[str, Any]]:
+@on_ranks(2)
+def test_counts_and_allocates_nothing_after_the_first_steps(rank: int, world: int) -> None:
     trainer, state = trained(rank, "cap-small", "bucket", **TWOSHOT)
     allocations = []
     for _ in range(6):
@@ -818,31 +814,21 @@ def steady(rank: int, world: int) -> tuple[list[int], dict[str, Any]]:
     stats = state.stats()
     trainer.close()
     state.close()
-    return allocations, stats
-
-
-def test_counts_and_allocates_nothing_after_the_first_steps() -> None:
-    for allocations, stats in run(steady, 2):
-        assert len(set(allocations[1:])) == 1
-        sizes = [
-            _core.Exchange(
-                "twoshot", "topk", "residual", g["n"], "float32", 0, 2, {"density": 0.1}
-            ).sent_bytes
-            for g in stats["groups"]
-        ]
-        assert [g["sent_bytes"] for g in stats["groups"]] == sizes
-        assert stats["wait_seconds"] > 0 and stats["encode_seconds"] > 0
-
-
-def refuse(rank: int, world: int, codec: str) -> str:
-    with pytest.raises(sidcomp.ArgumentError) as caught:
-        sidcomp.State(codec, groups="auto")
-    return str(caught.value)
+    assert len(set(allocations[1:])) == 1
+    sizes = [
+        _core.Exchange("twoshot", "topk", "residual", g["n"], "float32", 0, 2, {"density": 0.1}).sent_bytes
+        for g in stats["groups"]
+    ]
+    assert [g["sent_bytes"] for g in stats["groups"]] == sizes
+    assert stats["wait_seconds"] > 0 and stats["encode_seconds"] > 0
 
 
 @EACH
-def test_planned_groups_are_refused(codec: str) -> None:
-    (text,) = run(refuse, 1, codec)
+@on_ranks(1)
+def test_planned_groups_are_refused(rank: int, world: int, codec: str) -> None:
+    with pytest.raises(sidcomp.ArgumentError) as caught:
+        sidcomp.State(codec, groups="auto")
+    text = str(caught.value)
     assert codec in text and "bucket" in text
 
 
@@ -889,7 +875,8 @@ def test_what_makes_no_sense_is_refused() -> None:
             assert word in text, (word, text)
 
 
-def environment(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_nodes_are_torchruns_or_a_meshs(rank: int, world: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     trainer = Trainer(CASES["default"], rank)
     state = make_state("model", trainer.module, codec="topk", exchange="hierarchical")
@@ -904,9 +891,4 @@ def environment(rank: int, world: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "rank"))
     other = sidcomp.State("topk", exchange="hierarchical", ranks_per_node=mesh)  # type: ignore[arg-type]
     assert other.settings.saved()["exchange"] == saved
-    return saved
-
-
-def test_nodes_are_torchruns_or_a_meshs() -> None:
-    for saved in run(environment, 2):
-        assert saved == {"exchange": "hierarchical", "parameters": {"ranks_per_node": 2}}
+    assert saved == {"exchange": "hierarchical", "parameters": {"ranks_per_node": 2}}

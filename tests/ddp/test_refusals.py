@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Trainer
 from common import CODECS, GATHERED
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register, rewrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -160,7 +160,8 @@ def test_join_is_refused() -> None:
     assert any("join" in text and "drop_last" in text for text in texts), texts
 
 
-def registered_twice(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_second_registration_is_refused(rank: int, world: int) -> None:
     trainer = Trainer(CASES["default"], rank)
     first, second = sidcomp.State(), sidcomp.State()
     register(trainer.wrapper, first)
@@ -172,11 +173,9 @@ def registered_twice(rank: int, world: int) -> None:
     first.close()
 
 
-def test_a_second_registration_is_refused() -> None:
-    run(registered_twice, 2)
-
-
-def one_state_for_two(rank: int, world: int, plain: bool) -> str:
+@pytest.mark.parametrize("plain", [True, False])
+@on_ranks(2)
+def test_one_state_on_two_models_is_refused(rank: int, world: int, plain: bool) -> None:
     trainers = [Trainer(CASES["default"], rank), Trainer(CASES["default"], rank, seed=1)]
     state = sidcomp.State()
     with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
@@ -190,16 +189,11 @@ def one_state_for_two(rank: int, world: int, plain: bool) -> str:
     text = str(caught.value)
     for trainer in trainers:
         trainer.close()
-    return text
+    assert "one DDP model" in text, text
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_one_state_on_two_models_is_refused(plain: bool) -> None:
-    for text in run(one_state_for_two, 2, plain):
-        assert "one DDP model" in text, text
-
-
-def registered_late(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_one_state_on_a_second_model_later_is_refused(rank: int, world: int) -> None:
     """Two models, each registered after the other has already made steps."""
     trainers = [Trainer(CASES["default"], rank), Trainer(CASES["default"], rank, seed=1)]
     state = sidcomp.State()
@@ -211,15 +205,11 @@ def registered_late(rank: int, world: int) -> str:
     text = str(caught.value)
     for trainer in trainers:
         trainer.close()
-    return text
+    assert "State of its own" in text, text
 
 
-def test_one_state_on_a_second_model_later_is_refused() -> None:
-    for text in run(registered_late, 2):
-        assert "State of its own" in text, text
-
-
-def wrong_objects(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_wrong_objects(rank: int, world: int) -> None:
     module = cases.Scrambled()
     with pytest.raises(sidcomp.SetupError, match="DistributedDataParallel"):
         register(module, sidcomp.State())  # type: ignore[arg-type]
@@ -236,11 +226,8 @@ def wrong_objects(rank: int, world: int) -> None:
     del ddp
 
 
-def test_wrong_objects() -> None:
-    run(wrong_objects, 2)
-
-
-def other_ranks(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_a_process_group_of_other_ranks_than_ddps(rank: int, world: int) -> None:
     pair = dist.new_group([0, 1])
     trainer = Trainer(CASES["default"], rank)
     if rank < 2:
@@ -249,11 +236,8 @@ def other_ranks(rank: int, world: int) -> None:
     trainer.close()
 
 
-def test_a_process_group_of_other_ranks_than_ddps() -> None:
-    run(other_ranks, 3)
-
-
-def after_closing(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_closed_state(rank: int, world: int) -> None:
     trainer = Trainer(CASES["default"], rank)
     with sidcomp.State() as state:
         register(trainer.wrapper, state)
@@ -265,10 +249,6 @@ def after_closing(rank: int, world: int) -> None:
         state.state_dict()
     assert state.stats()["steps"] == 1
     trainer.close()
-
-
-def test_a_closed_state() -> None:
-    run(after_closing, 2)
 
 
 # ---- the arguments of State --------------------------------------------------------------------------------
@@ -329,15 +309,6 @@ def test_the_limits_of_every_parameter_are_accepted(codec: str) -> None:
             sidcomp.State(codec=codec, **{p.name: int(value) if p.kind == "int" else value})  # type: ignore[arg-type]
 
 
-def wrong_names(rank: int, world: int, arguments: dict[str, Any]) -> str:
-    trainer = Trainer(CASES["default"], rank)
-    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
-        register(trainer.wrapper, sidcomp.State(**arguments))
-        trainer.step()
-    trainer.close()
-    return str(caught.value)
-
-
 EVERY = ["last.weight", "last.bias", "first.weight", "first.bias", "third.weight", "norm.weight", "norm.bias"]
 
 
@@ -351,24 +322,29 @@ EVERY = ["last.weight", "last.bias", "first.weight", "first.bias", "third.weight
         ({"exclude": ["first.weight", "lost"]}, ["lost"]),
     ],
 )
-def test_names_that_do_not_fit_the_model(arguments: dict[str, Any], words: list[str]) -> None:
-    for text in run(wrong_names, 2, arguments):
-        missing = [w for w in words if w not in text]
-        assert not missing, f"{missing} not in: {text}"
+@on_ranks(2)
+def test_names_that_do_not_fit_the_model(
+    rank: int, world: int, arguments: dict[str, Any], words: list[str]
+) -> None:
+    trainer = Trainer(CASES["default"], rank)
+    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
+        register(trainer.wrapper, sidcomp.State(**arguments))
+        trainer.step()
+    trainer.close()
+    text = str(caught.value)
+    missing = [w for w in words if w not in text]
+    assert not missing, f"{missing} not in: {text}"
 
 
-def mixed_list(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_an_explicit_group_has_one_dtype(rank: int, world: int) -> None:
     trainer = Trainer(CASES["mixed"], rank)
     with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
         register(trainer.wrapper, sidcomp.State(groups=[[name for name, _ in trainer.named()]]))
         trainer.step()
     trainer.close()
-    return str(caught.value)
-
-
-def test_an_explicit_group_has_one_dtype() -> None:
-    for text in run(mixed_list, 2):
-        assert "dtype" in text and "bfloat16" in text, text
+    text = str(caught.value)
+    assert "dtype" in text and "bfloat16" in text, text
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Trainer, assert_same
 from common import Reference, groups_of, make_state, residuals_of
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 
 RAMP = sidcomp.Schedule({0: 0.5, 2: 0.2, 5: 0.05})
@@ -93,7 +93,8 @@ def test_a_resumed_run_goes_on_with_the_schedule(tmp_path: Path) -> None:
             assert_same(got, want, f"rank {rank}, step {step} after resuming")
 
 
-def differ(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_ranks_with_different_policies(rank: int, world: int) -> None:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State("topk", density=0.1, policy=[("1-D", {"density": 0.5 + 0.1 * rank})])
     register(trainer.wrapper, state)
@@ -101,10 +102,6 @@ def differ(rank: int, world: int) -> None:
         trainer.step()
     assert isinstance(state.error, sidcomp.RankError)
     state.close()
-
-
-def test_ranks_with_different_policies() -> None:
-    run(differ, 2)
 
 
 # ---- steps of full precision -------------------------------------------------------------------------------

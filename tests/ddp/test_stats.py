@@ -23,7 +23,7 @@ from common import (
     make_state,
     with_density,
 )
-from harness import run
+from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -157,7 +157,9 @@ def test_bytes_of_the_checksums(every: int) -> None:
     run(counted, 2, "cap-small", GATHERED[0], "bucket", every)
 
 
-def sent_elements(rank: int, world: int, codec: str) -> None:
+@pytest.mark.parametrize("codec", [c for c in GATHERED if c in SETTINGS])
+@on_ranks(2)
+def test_achieved_density(rank: int, world: int, codec: str) -> None:
     """`count` is what really left: the elements that the memory no longer has."""
     trainer = Trainer(CASES["default"], rank)
     state = make_state("explicit", trainer.module, codec=codec, memory="residual", **SETTINGS.get(codec, {}))
@@ -172,12 +174,8 @@ def sent_elements(rank: int, world: int, codec: str) -> None:
     state.close()
 
 
-@pytest.mark.parametrize("codec", [c for c in GATHERED if c in SETTINGS])
-def test_achieved_density(codec: str) -> None:
-    run(sent_elements, 2, codec)
-
-
-def same_span(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_steps_and_bytes_are_of_the_same_span(rank: int, world: int) -> None:
     """Steps and bytes are counted from the same point on: after a resume, after a checkpoint that a State
     loads again in the middle of its run, and where a step is discarded."""
 
@@ -219,10 +217,6 @@ def same_span(rank: int, world: int) -> None:
     assert state.stats()["steps"] == 6
 
 
-def test_steps_and_bytes_are_of_the_same_span() -> None:
-    run(same_span, 2)
-
-
 # ---- the step ----------------------------------------------------------------------------------------------
 
 
@@ -238,7 +232,12 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def quiet(rank: int, world: int, name: str, codec: str, groups: str | int) -> None:
+@pytest.mark.many
+@pytest.mark.parametrize("name", ["cap-small", "cap-tiny", "mixed", "static-tiny", "unused-odd"])
+@pytest.mark.parametrize("groups", ["bucket", "explicit"])
+@pytest.mark.parametrize("codec", ["none", LINEAR[0], GATHERED[0]])
+@on_ranks(2)
+def test_a_step_only_communicates(rank: int, world: int, name: str, codec: str, groups: str | int) -> None:
     """From the fifth step on the hook runs no operation of torch but the collectives, and makes no block."""
     trainer = Trainer(CASES[name], rank)
     state = make_state(groups, trainer.module, codec=codec, **SETTINGS.get(codec, {}))
@@ -263,15 +262,10 @@ def quiet(rank: int, world: int, name: str, codec: str, groups: str | int) -> No
     state.close()
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("name", ["cap-small", "cap-tiny", "mixed", "static-tiny", "unused-odd"])
-@pytest.mark.parametrize("groups", ["bucket", "explicit"])
-@pytest.mark.parametrize("codec", ["none", LINEAR[0], GATHERED[0]])
-def test_a_step_only_communicates(name: str, codec: str, groups: str | int) -> None:
-    run(quiet, 2, name, codec, groups)
-
-
-def same_memory(rank: int, world: int, codec: str, groups: str | int) -> None:
+@pytest.mark.parametrize("groups", ["bucket", "model"])
+@pytest.mark.parametrize("codec", ["none", GATHERED[0]])
+@on_ranks(2)
+def test_decoded_in_place(rank: int, world: int, codec: str, groups: str | int) -> None:
     """The decoded gradient is in DDP's own bucket: a view of it is the parameter's .grad."""
     case = Case(
         CASES["cap-small"].build,
@@ -297,9 +291,3 @@ def same_memory(rank: int, world: int, codec: str, groups: str | int) -> None:
             assert any(start <= at < start + size for start, size in buckets), name
     trainer.close()
     state.close()
-
-
-@pytest.mark.parametrize("groups", ["bucket", "model"])
-@pytest.mark.parametrize("codec", ["none", GATHERED[0]])
-def test_decoded_in_place(codec: str, groups: str) -> None:
-    run(same_memory, 2, codec, groups)

@@ -9,7 +9,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from sidcomp.autotune import controller
 from sidcomp.autotune.iterations import Iteration, Order
 from sidcomp.config.grouping import DENSE, Regime
@@ -98,7 +98,9 @@ class Run:
         return [g["names"] for g in self.state.stats()["groups"]]
 
 
-def conserve(rank: int, world: int, hold: bool) -> dict[str, Any]:
+@pytest.mark.parametrize(("world", "hold"), [(1, False), (2, False), (3, False), (2, True)])
+@on_ranks()
+def test_nothing_is_lost_when_groups_change(rank: int, world: int, hold: bool) -> None:
     r = Run(rank, world)
     r.step(), r.step()  # DDP forms its buckets anew
     plan = [PLAIN, TOPK, TOPK, TOPK, SIDCO, MIXED, TOPK, PLAIN, PLAIN, PLAIN, TOPK, MIXED, MIXED, PLAIN]
@@ -109,21 +111,21 @@ def conserve(rank: int, world: int, hold: bool) -> dict[str, Any]:
         lost.append(r.missing())
         kept.append(r.kept())
         observed.append([g["codec"] for g in r.state.stats()["groups"]])
-    return {"lost": max(lost), "kept": kept, "seen": observed, "error": repr(r.state.error)}
+    r = {"lost": max(lost), "kept": kept, "seen": observed, "error": repr(r.state.error)}
+    assert r["error"] == "None"
+    assert r["lost"] < 2e-4, "what was fed is neither applied nor kept"
+    assert max(r["kept"]) > 1, "the test did not have a residual to lose"
+    assert r["kept"][-1] == 0, "plain DDP keeps nothing"
+    flat = {tuple(s) for s in r["seen"]}
+    assert ("topk", "topk") in flat and ("topk", "none", "sidco-e") in flat and ("sidco-e",) in flat
 
 
-@pytest.mark.parametrize(("world", "hold"), [(1, False), (2, False), (3, False), (2, True)])
-def test_nothing_is_lost_when_groups_change(world: int, hold: bool) -> None:
-    for r in run(conserve, world, hold):
-        assert r["error"] == "None"
-        assert r["lost"] < 2e-4, "what was fed is neither applied nor kept"
-        assert max(r["kept"]) > 1, "the test did not have a residual to lose"
-        assert r["kept"][-1] == 0, "plain DDP keeps nothing"
-        flat = {tuple(s) for s in r["seen"]}
-        assert ("topk", "topk") in flat and ("topk", "none", "sidco-e") in flat and ("sidco-e",) in flat
+HIERARCHICAL = "hierarchical ranks_per_node=2 within=twoshot"
 
 
-def conserve_over_exchanges(rank: int, world: int, hold: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("hold", [False, True])
+@on_ranks(4)
+def test_nothing_is_lost_when_groups_change_to_another_exchange(rank: int, world: int, hold: bool) -> None:
     r = Run(rank, world, exchange=["twoshot", "hierarchical"], ranks_per_node=2, within="twoshot")
     labels = [candidate.label for candidate in r.state.settings.candidates]
     r.step(), r.step()
@@ -143,23 +145,16 @@ def conserve_over_exchanges(rank: int, world: int, hold: bool) -> dict[str, Any]
         p = r.state.engine
         assert p.layout is not None
         observed |= {g.message_plan.choice.exchange.name for g in p.layout.groups if g.in_messages}
-    return {"lost": max(lost), "kept": kept, "seen": observed, "error": repr(r.state.error)}
+    r = {"lost": max(lost), "kept": kept, "seen": observed, "error": repr(r.state.error)}
+    assert r["error"] == "None"
+    assert r["seen"] == {"twoshot", "hierarchical"}
+    assert r["lost"] < 4e-4, "what was fed is neither applied nor kept"
+    assert max(r["kept"]) > 1, "the test did not have a residual to lose"
+    assert hold or r["kept"][-1] == 0, "plain DDP keeps nothing"
 
 
-HIERARCHICAL = "hierarchical ranks_per_node=2 within=twoshot"
-
-
-@pytest.mark.parametrize("hold", [False, True])
-def test_nothing_is_lost_when_groups_change_to_another_exchange(hold: bool) -> None:
-    for r in run(conserve_over_exchanges, 4, hold):
-        assert r["error"] == "None"
-        assert r["seen"] == {"twoshot", "hierarchical"}
-        assert r["lost"] < 4e-4, "what was fed is neither applied nor kept"
-        assert max(r["kept"]) > 1, "the test did not have a residual to lose"
-        assert hold or r["kept"][-1] == 0, "plain DDP keeps nothing"
-
-
-def nonfinite_flush(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_flush_in_a_step_that_is_not_finite_is_repeated(rank: int, world: int) -> None:
     """NaN in exactly the step in which the residual is flushed: it has to come again."""
     r = Run(rank, world)
     r.step(), r.step()
@@ -175,15 +170,11 @@ def nonfinite_flush(rank: int, world: int) -> dict[str, Any]:
         r.step(nonfinite=flushes < 2)
         now = any(g.plan.vectors and g.plan.codec == "none" for g in p.layout.groups)  # type: ignore[union-attr]
         flushes += now or flushing
-    return {"before": before, "flushes": flushes, "after": r.kept(), "lost": r.missing()}
-
-
-def test_a_flush_in_a_step_that_is_not_finite_is_repeated() -> None:
-    for r in run(nonfinite_flush, 2):
-        assert r["before"] > 1
-        assert r["flushes"] >= 3
-        assert r["after"] == 0
-        assert r["lost"] < 2e-4
+    r = {"before": before, "flushes": flushes, "after": r.kept(), "lost": r.missing()}
+    assert r["before"] > 1
+    assert r["flushes"] >= 3
+    assert r["after"] == 0
+    assert r["lost"] < 2e-4
 
 
 def half(rank: int, world: int) -> float:
@@ -201,17 +192,14 @@ def test_a_half_precision_bucket_loses_one_rounding_of_the_flush() -> None:
         assert lost < 20 * 2**-8
 
 
-def other_plan(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_ranks_that_plan_differently_are_told_so(rank: int, world: int) -> None:
     r = Run(rank, world)
     r.step(), r.step()
     scripted(r.state, [PLAIN, TOPK if rank == 0 else SIDCO])
     with pytest.raises(RuntimeError):
         for _ in range(3):
             r.step()
-    return f"{type(r.state.error).__name__}: {r.state.error}"
-
-
-def test_ranks_that_plan_differently_are_told_so() -> None:
-    for text in run(other_plan, 2):
-        assert text.startswith("RankError: ranks do not agree: rank 0 has [group 0: topk")
-        assert "rank 1 has [group 0: sidco-e" in text
+    text = f"{type(r.state.error).__name__}: {r.state.error}"
+    assert text.startswith("RankError: ranks do not agree: rank 0 has [group 0: topk")
+    assert "rank 1 has [group 0: sidco-e" in text

@@ -12,7 +12,7 @@ import sidcomp
 import torch
 from cases import CASES, Case, Trainer, assert_same, square
 from common import CODECS, MEMORIES, fits, groups_of, make_state, residuals_of, with_density
-from harness import run
+from harness import on_ranks, run
 from sidcomp import _core
 from sidcomp.doors.ddp import register
 from torch import Tensor, nn
@@ -214,7 +214,9 @@ def test_a_followed_scaler(codec: str, groups: str, fused: bool) -> None:
     run(scaled, 2, fused, codec, groups)
 
 
-def only_the_scaler_knows(rank: int, world: int, fused: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_what_only_the_scaler_knows(rank: int, world: int, fused: bool) -> None:
     """All that is averaged is finite; the scaler skips, since another parameter of the optimizer is not."""
     runs = [Run(rank, codec="topk", density=0.1) for _ in range(2)]
     for r in runs:
@@ -247,12 +249,8 @@ def only_the_scaler_knows(rank: int, world: int, fused: bool) -> None:
         r.close()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_what_only_the_scaler_knows(fused: bool) -> None:
-    run(only_the_scaler_knows, 2, fused)
-
-
-def several_passes(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_several_passes_of_one_step(rank: int, world: int) -> None:
     """Where the optimizer is followed, all passes since its last step are thrown away with the last one."""
     clean, other = (Run(rank, CASES["two-backwards"], codec="topk", density=0.1, nonfinite=n)
                     for n in (None, "rollback"))  # fmt: skip
@@ -273,10 +271,6 @@ def several_passes(rank: int, world: int) -> None:
     other.close()
 
 
-def test_several_passes_of_one_step() -> None:
-    run(several_passes, 2)
-
-
 class Plain:
     """An optimizer in its face only: it tells nothing when it steps."""
 
@@ -293,7 +287,9 @@ class Plain:
             p.grad = None
 
 
-def unlike_torchs(rank: int, world: int, scales: bool) -> None:
+@pytest.mark.parametrize("scales", [False, True])
+@on_ranks(2)
+def test_an_optimizer_unlike_torchs(rank: int, world: int, scales: bool) -> None:
     """One that has no hooks is seen to step by its parameters, and to be skipped by what the scaler found."""
     clean, other = (Run(rank, codec="topk", density=0.1, nonfinite=n) for n in (None, "rollback"))
     for r in (clean, other):
@@ -320,12 +316,8 @@ def unlike_torchs(rank: int, world: int, scales: bool) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("scales", [False, True])
-def test_an_optimizer_unlike_torchs(scales: bool) -> None:
-    run(unlike_torchs, 2, scales)
-
-
-def never_steps(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_an_optimizer_that_never_steps(rank: int, world: int) -> None:
     """The optimizer that is followed is not the one that steps: after a while every pass is a step again."""
     one = Run(rank, codec="topk", density=0.1, nonfinite="rollback")
     logged: list[str] = []
@@ -346,12 +338,7 @@ def never_steps(rank: int, world: int) -> list[str]:
     one.state.skip()
     assert_same(residuals_of(one.state), before, "after skip")
     one.close()
-    return logged
-
-
-def test_an_optimizer_that_never_steps() -> None:
-    for logged in run(never_steps, 2):
-        assert sum("has not stepped in the last 100 backward passes" in line for line in logged) == 1
+    assert sum("has not stepped in the last 100 backward passes" in line for line in logged) == 1
 
 
 # ---- without a second state ---
@@ -426,7 +413,8 @@ def test_dropped(arguments: dict[str, Any], world: int, infinite: str) -> None:
 # ---- the rest ---
 
 
-def calls(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_calls(rank: int, world: int) -> None:
     one = Run(rank)
     with pytest.raises(sidcomp.SetupError, match="after backward"):
         one.state.skip()
@@ -457,11 +445,8 @@ def calls(rank: int, world: int) -> None:
         sidcomp.State(nonfinite="keep")
 
 
-def test_calls() -> None:
-    run(calls, 2)
-
-
-def failed(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_step_that_failed(rank: int, world: int) -> None:
     """A step that fails on one rank while it encodes: what every rank keeps is as before it."""
     one = Run(rank, codec="topk", density=0.1, nonfinite="rollback")
     for _ in range(3):
@@ -493,7 +478,3 @@ def failed(rank: int, world: int) -> None:
     for _ in range(2):
         one.trainer.step()
     one.close()
-
-
-def test_a_step_that_failed() -> None:
-    run(failed, 2)

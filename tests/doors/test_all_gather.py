@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from harness import run
+from harness import on_ranks, run
 from test_fsdp import backward, flat, network, sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -81,21 +81,19 @@ def test_what_is_rounded(bf16: bool) -> None:
         assert 0 < error < 0.01 and again and biases and not after
 
 
-def resharded(rank: int, world: int) -> list[float]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_other_shards_after_the_forward_pass(rank: int, world: int) -> None:
     """With shards of another mesh after the forward pass, only the forward pass's gather is compressed."""
     model = sharded(init_device_mesh("cpu", (world,)), reshard_after_forward=2)
     made = sidcomp.fsdp.compress_all_gather(model, "int8")
     backward(model, rank, 0)
-    return [x.dense_bytes / x.sent_bytes for x in made]
+    ratios = [x.dense_bytes / x.sent_bytes for x in made]
+    assert max(ratios) > 1.2
 
 
-@pytest.mark.slow
-def test_other_shards_after_the_forward_pass() -> None:
-    for ratios in run(resharded, 4):
-        assert max(ratios) > 1.2
-
-
-def refusals(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_gathered_is_refused(rank: int, world: int) -> None:
     model = sharded(init_device_mesh("cpu", (world,)))
     for codec in ("topk", "signsgd", "powersgd", "terngrad-shared", "efsignsgd"):
         with pytest.raises(sidcomp.UnsupportedError, match=f"codec '{codec}' does not send a rounded value"):
@@ -105,7 +103,3 @@ def refusals(rank: int, world: int) -> None:
     with pytest.raises(sidcomp.SetupError, match="call fully_shard or replicate"):
         sidcomp.fsdp.compress_all_gather(network())
     backward(model, rank, 0)  # as it was
-
-
-def test_what_cannot_be_gathered_is_refused() -> None:
-    run(refusals, 2)

@@ -14,7 +14,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import alike, backward, flat, network
 from sidcomp import rank_states
 from sidcomp.local import choice
@@ -46,18 +46,15 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def as_plain_ddp(rank: int, world: int) -> bool:
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks()
+def test_codec_none_has_the_bits_of_plain_ddp(rank: int, world: int) -> None:
     ours, theirs = (DistributedDataParallel(network()) for _ in range(2))
     optimizers = [sgd(ours), sgd(theirs)]
     with sidcomp.compress(ours, optimizers[0], "none"):
         for model, optimizer in zip((ours, theirs), optimizers, strict=True):
             train(model, optimizer, rank, range(STEPS))
-    return torch.equal(flat(ours), flat(theirs))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_codec_none_has_the_bits_of_plain_ddp(world: int) -> None:
-    assert all(run(as_plain_ddp, world))
+    assert torch.equal(flat(ours), flat(theirs))
 
 
 def gradients(rank: int, world: int) -> dict[str, Any]:
@@ -101,7 +98,8 @@ def test_ddp_sends_gradients() -> None:
         assert ("of gradients" in out["named"]["said"]) is (rank == 0)
 
 
-def between_replicas(rank: int, world: int) -> tuple[str, bool]:
+@on_ranks(2)
+def test_hsdp_sends_gradients_between_replicas(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     module = network()
     for layer in module:
@@ -112,12 +110,8 @@ def between_replicas(rank: int, world: int) -> tuple[str, bool]:
     with sidcomp.compress(module, optimizer, "topk", density=0.2) as it:
         train(module, optimizer, rank, range(STEPS))
         local = torch.cat([p.detach().to_local().flatten() for p in module.parameters()])  # type: ignore[attr-defined]
-        return str(it), alike(local)
-
-
-def test_hsdp_sends_gradients_between_replicas() -> None:
-    for page, equal in run(between_replicas, 2):
-        assert "topk" in page and "gradients" in page and equal
+        page, equal = str(it), alike(local)
+    assert "topk" in page and "gradients" in page and equal
 
 
 def shards_resumed(rank: int, world: int, folder: str, updates: bool) -> list[list[torch.Tensor]]:
@@ -186,7 +180,8 @@ def test_if_one_shard_cannot_write_all_files_stay(tmp_path: Path, updates: bool)
         assert same
 
 
-def several(rank: int, world: int) -> tuple[bool, int]:
+@on_ranks(2)
+def test_several_optimizers_and_a_scaler(rank: int, world: int) -> None:
     """Two optimizers and a GradScaler, which one bad batch makes skip a step."""
     ddp = DistributedDataParallel(network())
     weights, biases = ([p for p in ddp.parameters() if (p.dim() > 1) is big] for big in (True, False))
@@ -201,12 +196,8 @@ def several(rank: int, world: int) -> tuple[bool, int]:
             for one in both:
                 scaler.step(one)
             scaler.update()
-        return alike(flat(ddp)), it.state.engine.step
-
-
-def test_several_optimizers_and_a_scaler() -> None:
-    for equal, steps in run(several, 2):
-        assert equal and steps == STEPS - 1  # the discarded step does not count
+        equal, steps = alike(flat(ddp)), it.state.engine.step
+    assert equal and steps == STEPS - 1  # the discarded step does not count
 
 
 def resumed(rank: int, world: int, folder: str, first: bool) -> torch.Tensor:
@@ -307,7 +298,8 @@ def test_updates_of_sgd_uncompressed_are_ddp(wrapped: bool) -> None:
     assert all(x[0] < 1e-5 for x in run(averaged, 2, wrapped))
 
 
-def kinds(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_plain_module_sends_updates(rank: int, world: int) -> None:
     out: dict[str, Any] = {}
     sgd_outside = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     for name, arguments in {
@@ -345,18 +337,13 @@ def kinds(rank: int, world: int) -> dict[str, Any]:
                 "ratio": it.stats()["ratio"], "discarded": it.stats()["discarded"], "said": said.getvalue(),
                 "error": it.updates.error, "every": it.updates.every,  # type: ignore[attr-defined]
             }  # fmt: skip
-    return out
-
-
-def test_a_plain_module_sends_updates() -> None:
-    for rank, out in enumerate(run(kinds, 2)):
-        for name, one in out.items():
-            assert one["equal"] and one["moved"] > 0 and not one["discarded"], name
-            assert ("run.common()" in one["said"]) is (rank == 0), name
-            assert "without run.average()" not in one["said"]
-        assert {n for n, one in out.items() if one["error"] == "memory"} == {"outer", "parts", "memory"}
-        assert out["plain"]["ratio"] > 5 and out["named"]["ratio"] > 2 and "int4" in out["ddp"]["page"]
-        assert [out[n]["every"] for n in ("plain", "every", "outer", "ddp every")] == [1, 3, 3, 3]
+    for name, one in out.items():
+        assert one["equal"] and one["moved"] > 0 and not one["discarded"], name
+        assert ("run.common()" in one["said"]) is (rank == 0), name
+        assert "without run.average()" not in one["said"]
+    assert {n for n, one in out.items() if one["error"] == "memory"} == {"outer", "parts", "memory"}
+    assert out["plain"]["ratio"] > 5 and out["named"]["ratio"] > 2 and "int4" in out["ddp"]["page"]
+    assert [out[n]["every"] for n in ("plain", "every", "outer", "ddp every")] == [1, 3, 3, 3]
 
 
 class Normed(nn.Module):
@@ -525,18 +512,17 @@ def suited(rank: int, world: int, maker: str) -> list[str]:
         return [named, *map(choice.label, it._choosing.candidates)]  # type: ignore[attr-defined]
 
 
-def of_another_kind(rank: int, world: int, parameters: dict[str, Any]) -> str:
+@pytest.mark.parametrize("parameters", [{}, {"ratio": 100}])
+@on_ranks(2)
+def test_optimizers_that_suit_other_codecs_are_an_error_on_every_rank(
+    rank: int, world: int, parameters: dict[str, Any]
+) -> None:
     module = network(0)
     optimizer = (torch.optim.AdamW if rank else torch.optim.SGD)(module.parameters(), lr=1e-3)
     with pytest.raises(sidcomp.SetupError) as caught:
         sidcomp.compress(module, optimizer, options=sidcomp.Options(noise_correction=False), **parameters)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("parameters", [{}, {"ratio": 100}])
-def test_optimizers_that_suit_other_codecs_are_an_error_on_every_rank(parameters: dict[str, Any]) -> None:
-    for said in run(of_another_kind, 2, parameters):
-        assert "rank 1 has adam=True where rank 0 has adam=False: give every rank" in said
+    said = str(caught.value)
+    assert "rank 1 has adam=True where rank 0 has adam=False: give every rank" in said
 
 
 @pytest.mark.parametrize(("maker", "bits"), [("AdamW", "log2"), ("NAdam", "log2"), ("SGD", "log4")])

@@ -15,7 +15,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import alike, backward, flat, network
 from sidcomp import _core
 from sidcomp.local import steps
@@ -66,7 +66,8 @@ class Books:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def by_every_codec(rank: int, world: int) -> dict[str, tuple[bool, bool, float]]:
+@on_ranks(2)
+def test_every_codec_keeps_the_ranks_together_and_loses_nothing(rank: int, world: int) -> None:
     found = {}
     for codec in TRAITS:
         module = network()
@@ -79,17 +80,12 @@ def by_every_codec(rank: int, world: int) -> dict[str, tuple[bool, bool, float]]
         books.run.average()
         assert alike(flat(module)), codec
         books.run.close()
-    return found
-
-
-def test_every_codec_keeps_the_ranks_together_and_loses_nothing() -> None:
-    for found in run(by_every_codec, 2):
-        assert list(found) == list(TRAITS)
-        for codec, (same, in_parameters, away) in found.items():
-            assert same, f"{codec}: the ranks' common parameters differ"
-            if in_parameters:
-                bound = 1e-3 if TRAITS[codec] == {"linear"} else 1e-5  # sums of half floats are rounded
-                assert away < bound, f"{codec}: {away:.1e} of what the optimizers did is missing"
+    assert list(found) == list(TRAITS)
+    for codec, (same, in_parameters, away) in found.items():
+        assert same, f"{codec}: the ranks' common parameters differ"
+        if in_parameters:
+            bound = 1e-3 if TRAITS[codec] == {"linear"} else 1e-5  # sums of half floats are rounded
+            assert away < bound, f"{codec}: {away:.1e} of what the optimizers did is missing"
 
 
 # ---- errors
@@ -253,7 +249,13 @@ def exactly(model: nn.Module, rank: int, step: int) -> None:
         p.grad = torch.randint(-8, 9, p.shape, generator=draw).float()
 
 
-def as_ddp(rank: int, world: int, every: int, outer: bool) -> bool:
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks()
+def test_uncompressed_updates_of_sgd_have_the_bits_of_ddp(
+    rank: int, world: int, every: int, outer: bool
+) -> None:
     """SGD whose rate is a power of two: plain averaging and updates take the same steps, without rounding."""
     module, plain = network(), network()
     for m in (module, plain):
@@ -272,14 +274,7 @@ def as_ddp(rank: int, world: int, every: int, outer: bool) -> bool:
                 p.grad /= world
             optimizers[1].step()
         with it.common() as common:
-            return torch.equal(flat(common), flat(plain))
-
-
-@pytest.mark.parametrize("outer", [False, True])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_uncompressed_updates_of_sgd_have_the_bits_of_ddp(world: int, every: int, outer: bool) -> None:
-    assert all(run(as_ddp, world, every, outer))
+            assert torch.equal(flat(common), flat(plain))
 
 
 # ---- many exchanges

@@ -13,7 +13,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks
 from local_training import updates
 from sidcomp import rank_states
 from sidcomp.autotune import codec_benchmark, probe
@@ -295,24 +295,20 @@ DOORS: dict[str, Callable[[int, int], Bits]] = {
 }  # fmt: skip
 
 
-def with_each_default(rank: int, world: int, door: str) -> list[tuple[str, list[str]]]:
-    """What differs from the ordinary run, by default."""
-    usual = DOORS[door](rank, world)
-    assert usual
-    found = []
-    for name in DEFAULTS:
-        with default(name):
-            bits = DOORS[door](rank, world)
-        assert bits.keys() == usual.keys()
-        found.append((name, [key for key, x in bits.items() if not equal(x, usual[key])]))
-    return found
-
-
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_door_has_the_same_bits_under_any_default(door: str) -> None:
-    for differs in run(with_each_default, 2, door):
-        assert differs == [(name, []) for name in DEFAULTS]
+@on_ranks(2)
+def test_a_door_has_the_same_bits_under_any_default(rank: int, world: int, door: str) -> None:
+    """What differs from the ordinary run, by default."""
+    usual = DOORS[door](rank, world)
+    assert usual
+    differs = []
+    for name in DEFAULTS:
+        with default(name):
+            bits = DOORS[door](rank, world)
+        assert bits.keys() == usual.keys()
+        differs.append((name, [key for key, x in bits.items() if not equal(x, usual[key])]))
+    assert differs == [(name, []) for name in DEFAULTS]

@@ -13,7 +13,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import alike, backward, flat, network
 from sidcomp.doors.ddp import register
 from sidcomp.frameworks.distributed_checkpoint import Entries
@@ -281,7 +281,8 @@ def swapped(rank: int, world: int, room: str) -> Any:
     return True
 
 
-def saved_before_the_first_step(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_a_state_from_before_the_first_step_is_of_no_shard_yet(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
     with sidcomp.State("topk", density=0.1) as state:
@@ -289,10 +290,6 @@ def saved_before_the_first_step(rank: int, world: int) -> None:
         state.load_state_dict(state.state_dict())
         backward(model, rank, 0)
         assert state.stats()["steps"] == 1
-
-
-def test_a_state_from_before_the_first_step_is_of_no_shard_yet() -> None:
-    run(saved_before_the_first_step, 4)
 
 
 def test_no_rank_takes_the_state_of_another_shard(tmp_path: Any) -> None:
@@ -458,7 +455,20 @@ def test_auto_gives_up_planning_where_passes_differ() -> None:
         assert said.count("plans no longer") == (rank == 0)
 
 
-def conserved(rank: int, world: int, codec: str, arguments: dict[str, Any], follow: bool) -> None:
+@pytest.mark.parametrize(
+    "world, codec, arguments, follow",
+    [
+        (4, "topk", {"density": 0.1}, True),
+        (2, "topk", {"density": 0.1, "groups": "model"}, False),
+        (2, "int8", {"groups": "2KB", "exclude": "1-D"}, True),
+        pytest.param(2, "topk", {"density": 0.1, "groups": "2KB", "nonfinite": "rollback"}, True, marks=SLOW),
+        pytest.param(2, "powersgd", {"groups": "bucket"}, False, marks=SLOW),
+    ],
+)
+@on_ranks()
+def test_the_residual_of_a_module_that_is_skipped_waits(
+    rank: int, world: int, codec: str, arguments: dict[str, Any], follow: bool
+) -> None:
     """No parameter moves, so each pass has known gradients. What was sent, each times its rate, and what is
     left, times the last one, are together what plain HSDP has sent."""
     mesh = replicas_of(world)
@@ -496,22 +506,6 @@ def conserved(rank: int, world: int, codec: str, arguments: dict[str, Any], foll
         assert torch.equal(*everyone)
 
 
-@pytest.mark.parametrize(
-    "world, codec, arguments, follow",
-    [
-        (4, "topk", {"density": 0.1}, True),
-        (2, "topk", {"density": 0.1, "groups": "model"}, False),
-        (2, "int8", {"groups": "2KB", "exclude": "1-D"}, True),
-        pytest.param(2, "topk", {"density": 0.1, "groups": "2KB", "nonfinite": "rollback"}, True, marks=SLOW),
-        pytest.param(2, "powersgd", {"groups": "bucket"}, False, marks=SLOW),
-    ],
-)
-def test_the_residual_of_a_module_that_is_skipped_waits(
-    world: int, codec: str, arguments: dict[str, Any], follow: bool
-) -> None:
-    run(conserved, world, codec, arguments, follow)
-
-
 def resumed_branches(rank: int, world: int, first: int) -> Any:
     """With first > 0 it stops there, saves, and continues in new objects."""
     mesh = replicas_of(world)
@@ -544,7 +538,9 @@ def test_a_run_that_skips_modules_resumes_with_the_same_bits() -> None:
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def ranks_differ(rank: int, world: int, codec: str) -> Any:
+@pytest.mark.parametrize("codec", ["none", "topk"])
+@on_ranks(4)
+def test_ranks_that_skip_different_modules_are_told_what_to_do(rank: int, world: int, codec: str) -> None:
     """Replicas that use other branches: an error on all ranks in that pass, and then its advice."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     texts, which = [], [rank // 2]
@@ -574,16 +570,11 @@ def ranks_differ(rank: int, world: int, codec: str) -> Any:
             sgd.step()
         assert alike(model, mesh.get_group("replicate"))
         models.append(flat(model))
-    return texts, torch.equal(*models)
-
-
-@pytest.mark.parametrize("codec", ["none", "topk"])
-def test_ranks_that_skip_different_modules_are_told_what_to_do(codec: str) -> None:
-    for texts, same in run(ranks_differ, 4, codec):
-        ((step, text),) = texts
-        assert step == 2 and same
-        assert "only rank 0 has gradients of branches.0.bias, branches.0.weight" in text
-        assert "only rank 1 has gradients of branches.1.bias, branches.1.weight" in text
+    same = torch.equal(*models)
+    ((step, text),) = texts
+    assert step == 2 and same
+    assert "only rank 0 has gradients of branches.0.bias, branches.0.weight" in text
+    assert "only rank 1 has gradients of branches.1.bias, branches.1.weight" in text
 
 
 def in_another_order(rank: int, world: int, codec: str) -> list[float]:
@@ -1014,7 +1005,8 @@ def test_a_program_that_resumes_without_its_state_is_told_so(tmp_path: Path) -> 
 # ---- with the rest of sidcomp
 
 
-def with_everything(rank: int, world: int) -> Any:
+@on_ranks(4)
+def test_it_works_with_the_rest_of_sidcomp(rank: int, world: int) -> None:
     """A rate that changes, layers by name, clipping by norm, a step that is not finite, zeroed gradients."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
@@ -1035,12 +1027,8 @@ def with_everything(rank: int, world: int) -> Any:
     held = sorted(state.state_dict()["residuals"])
     same = alike(model, mesh.get_group("replicate"))
     state.close()
-    return same, losses[-1] < losses[0], kinds, steps, held
-
-
-def test_it_works_with_the_rest_of_sidcomp() -> None:
-    for same, learns, kinds, steps, held in run(with_everything, 4):
-        assert same and learns
-        assert kinds["4.weight"][0] == "none" and kinds["2.weight"][0] == "topk"
-        assert kinds["0.weight"][1] == pytest.approx(0.5, abs=0.01)
-        assert steps == 20 and held == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    learns = losses[-1] < losses[0]
+    assert same and learns
+    assert kinds["4.weight"][0] == "none" and kinds["2.weight"][0] == "topk"
+    assert kinds["0.weight"][1] == pytest.approx(0.5, abs=0.01)
+    assert steps == 20 and held == ["0.bias", "0.weight", "2.bias", "2.weight"]

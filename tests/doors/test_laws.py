@@ -14,7 +14,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import alike, backward, flat, network
 from test_compress import adamw, sgd, train
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +42,12 @@ def caught(do: Any) -> str:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def around_ddp(rank: int, world: int, how: str) -> str:
+STEPS = 12
+
+
+@pytest.mark.parametrize("how", ["ddp", "all-reduce", "same batches", "own"])
+@on_ranks(2)
+def test_gradients_that_something_else_averages(rank: int, world: int, how: str) -> None:
     """The module is given bare, and something else averages its gradients."""
     module = network()
     ddp = DistributedDataParallel(module)
@@ -57,16 +62,8 @@ def around_ddp(rank: int, world: int, how: str) -> str:
                     dist.all_reduce(p.grad)
                 optimizer.step()
 
-        return caught(loop)
-
-
-STEPS = 12
-
-
-@pytest.mark.parametrize("how", ["ddp", "all-reduce", "same batches", "own"])
-def test_gradients_that_something_else_averages(how: str) -> None:
-    for said in run(around_ddp, 2, how):
-        assert ("SetupError: all ranks had the same gradients" in said) is (how != "own"), said
+        said = caught(loop)
+    assert ("SetupError: all ranks had the same gradients" in said) is (how != "own"), said
 
 
 class Communicating(torch.optim.SGD):
@@ -82,16 +79,13 @@ class Communicating(torch.optim.SGD):
                 p.sub_(g, alpha=0.1)
 
 
-def communicates(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_an_optimizer_that_communicates_itself_is_refused(rank: int, world: int) -> None:
     module = network()
     optimizer = Communicating(module.parameters(), lr=0.1)
     with sidcomp.compress(module, optimizer, "int4"):
-        return caught(lambda: train(module, optimizer, rank, range(STEPS)))
-
-
-def test_an_optimizer_that_communicates_itself_is_refused() -> None:
-    for said in run(communicates, 2):
-        assert "SetupError: the ranks' gradients differ, and all optimizers did the same" in said
+        said = caught(lambda: train(module, optimizer, rank, range(STEPS)))
+    assert "SetupError: the ranks' gradients differ, and all optimizers did the same" in said
 
 
 def toggled(rank: int, world: int, toggles: bool) -> tuple[str, torch.Tensor, bool]:
@@ -140,7 +134,9 @@ OF_AUTO: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def differing(rank: int, world: int, name: str) -> str:
+@pytest.mark.parametrize("name", OTHERS)
+@on_ranks(2)
+def test_ranks_with_other_arguments_are_refused(rank: int, world: int, name: str) -> None:
     module = network()
     arguments: dict[str, Any] = {"codec": "int4", "every": 2}
     make = adamw
@@ -155,16 +151,13 @@ def differing(rank: int, world: int, name: str) -> str:
         with sidcomp.compress(module, optimizer, **arguments):
             train(module, optimizer, rank, range(4))
 
-    return caught(loop)
+    said = caught(loop)
+    assert said.startswith(("SetupError: ", "RankError: ")) and "rank 1" in said, said
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_ranks_with_other_arguments_are_refused(name: str) -> None:
-    for said in run(differing, 2, name):
-        assert said.startswith(("SetupError: ", "RankError: ")) and "rank 1" in said, said
-
-
-def differing_auto(rank: int, world: int, name: str) -> str:
+@pytest.mark.parametrize("name", OF_AUTO)
+@on_ranks(2, group_timeout=20)
+def test_ranks_that_do_not_choose_alike_are_refused(rank: int, world: int, name: str) -> None:
     module = network()
 
     def loop() -> None:
@@ -172,13 +165,8 @@ def differing_auto(rank: int, world: int, name: str) -> str:
         with sidcomp.compress(module, optimizer, **(OF_AUTO[name] if rank else {})):
             train(module, optimizer, rank, range(STEPS))
 
-    return caught(loop)
-
-
-@pytest.mark.parametrize("name", OF_AUTO)
-def test_ranks_that_do_not_choose_alike_are_refused(name: str) -> None:
-    for said in run(differing_auto, 2, name, group_timeout=20):
-        assert said.startswith("SetupError: ") and "rank 1" in said, said
+    said = caught(loop)
+    assert said.startswith("SetupError: ") and "rank 1" in said, said
 
 
 # ---- a NaN is not for ever
@@ -227,16 +215,13 @@ def test_a_nan_on_one_rank_is_said_and_passes(kind: str) -> None:
         assert "1 exchanges did not count" in r["page"]
 
 
-def late_nan(rank: int, world: int) -> dict[str, Any]:
-    return one_nan(rank, world, "deadline", False)
-
-
-def test_a_nan_passes_with_a_deadline_too() -> None:
+@on_ranks(2)
+def test_a_nan_passes_with_a_deadline_too(rank: int, world: int) -> None:
     """The ranks compare nothing then: the one whose NaN it was speaks for itself."""
-    for rank, r in enumerate(run(late_nan, 2)):
-        assert not r["said"] and r["discarded"] == 1 and r["finite"]
-        assert all(x == x for x in r["losses"][14:]) and r["losses"][-1] < 0.7 * r["losses"][0]
-        assert any("optimizer of this rank did was not finite" in line for line in r["log"]) is (rank == 1)
+    r = one_nan(rank, world, "deadline", False)
+    assert not r["said"] and r["discarded"] == 1 and r["finite"]
+    assert all(x == x for x in r["losses"][14:]) and r["losses"][-1] < 0.7 * r["losses"][0]
+    assert any("optimizer of this rank did was not finite" in line for line in r["log"]) is (rank == 1)
 
 
 def test_a_nan_in_every_step_ends_the_run() -> None:
@@ -248,7 +233,9 @@ def test_a_nan_in_every_step_ends_the_run() -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def best_again(rank: int, world: int, kind: str) -> tuple[float, float, bool]:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_loading_the_best_parameters_is_a_new_start(rank: int, world: int, kind: str) -> None:
     """Trains, goes back to the best parameters, and trains on."""
     module = network()
     optimizer = adamw(module)
@@ -266,16 +253,13 @@ def best_again(rank: int, world: int, kind: str) -> tuple[float, float, bool]:
             group["lr"] = 1e-6
         train(module, optimizer, rank, range(11, 23))
         it.average()
-        return away, float((flat(module) - at).norm()), alike(flat(module))
+        end, equal = float((flat(module) - at).norm()), alike(flat(module))
+    assert equal and end < 1e-3 < 0.1 < away, (away, end)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loading_the_best_parameters_is_a_new_start(kind: str) -> None:
-    for away, end, equal in run(best_again, 2, kind):
-        assert equal and end < 1e-3 < 0.1 < away, (away, end)
-
-
-def best_at_the_end(rank: int, world: int, kind: str) -> tuple[bool, bool]:
+@on_ranks(2)
+def test_the_best_parameters_stay_at_the_end(rank: int, world: int, kind: str) -> None:
     """Loads the best parameters after the last step: what is evaluated, averaged and saved are these."""
     module = network()
     optimizer = adamw(module)
@@ -291,12 +275,7 @@ def best_at_the_end(rank: int, world: int, kind: str) -> tuple[bool, bool]:
         train(module, optimizer, rank, range(11, 16))
         module.load_state_dict(best)
         with it.common():
-            return averaged, torch.equal(flat(module), at)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_best_parameters_stay_at_the_end(kind: str) -> None:
-    assert run(best_at_the_end, 2, kind) == [(True, True)] * 2
+            assert (averaged, torch.equal(flat(module), at)) == (True, True)
 
 
 def inside(rank: int, world: int) -> list[str]:
@@ -326,20 +305,17 @@ def test_nothing_moves_inside_common() -> None:
         assert said[-1] == ""
 
 
-def on_one_rank(rank: int, world: int, kind: str) -> str:
+@pytest.mark.parametrize("kind", ["parameters", "every", "memory", "outer"])
+@on_ranks(2)
+def test_loading_on_one_rank_alone_is_an_error_on_all(rank: int, world: int, kind: str) -> None:
     module = network()
     optimizer = adamw(module)
     with sidcomp.compress(module, optimizer, **KINDS[kind]):
         train(module, optimizer, rank, range(6))
         if rank == 1:
             module.load_state_dict(network(seed=3).state_dict())
-        return caught(lambda: train(module, optimizer, rank, range(6, 20)))
-
-
-@pytest.mark.parametrize("kind", ["parameters", "every", "memory", "outer"])
-def test_loading_on_one_rank_alone_is_an_error_on_all(kind: str) -> None:
-    for said in run(on_one_rank, 2, kind):
-        assert "RankError" in said and "begun anew since its last step" in said, said
+        said = caught(lambda: train(module, optimizer, rank, range(6, 20)))
+    assert "RankError" in said and "begun anew since its last step" in said, said
 
 
 def swapped(rank: int, world: int, swaps: bool) -> torch.Tensor:
@@ -362,7 +338,8 @@ def test_averaged_parameters_may_be_swapped_in_and_out() -> None:
     assert torch.equal(run(swapped, 2, False)[0], run(swapped, 2, True)[0])
 
 
-def set_by_hand(rank: int, world: int) -> tuple[str, float]:
+@on_ranks(2)
+def test_restart_takes_the_parameters_as_they_are(rank: int, world: int) -> None:
     module = network()
     optimizer = adamw(module)
     with sidcomp.compress(module, optimizer, "topk", density=0.1) as it:
@@ -374,11 +351,7 @@ def set_by_hand(rank: int, world: int) -> tuple[str, float]:
         it.restart()
         with it.common():
             off = float((flat(module) - flat(other)).norm())
-        return caught(lambda: train(module, optimizer, rank, range(5, 8))), off
-
-
-def test_restart_takes_the_parameters_as_they_are() -> None:
-    assert run(set_by_hand, 2) == [("", 0.0)] * 2
+        assert (caught(lambda: train(module, optimizer, rank, range(5, 8))), off) == ("", 0.0)
 
 
 def unfreezes(rank: int, world: int, kind: str) -> dict[str, Any]:
@@ -414,22 +387,19 @@ def test_a_parameter_that_is_released_is_averaged_from_then_on(kind: str) -> Non
         assert ("begin to train in step 8" in r["said"]) is (rank == 0)
 
 
-def replaces(rank: int, world: int, when: str) -> str:
+@pytest.mark.parametrize("when", ["average", "training"])
+@on_ranks(2)
+def test_a_parameter_that_is_replaced_is_noticed(rank: int, world: int, when: str) -> None:
     module = network(seed=rank)
     optimizer = sgd(module)
     with sidcomp.compress(module, optimizer, "int4") as it:
         train(module, optimizer, rank, range(3))
         last = module[4]
         last.weight = torch.nn.Parameter(last.weight.detach().clone())  # type: ignore[index]
-        return caught(
+        said = caught(
             it.average if when == "average" else lambda: train(module, optimizer, rank, range(3, 70))
         )
-
-
-@pytest.mark.parametrize("when", ["average", "training"])
-def test_a_parameter_that_is_replaced_is_noticed(when: str) -> None:
-    for said in run(replaces, 2, when):
-        assert "SetupError: parameter '4.weight' was replaced" in said, said
+    assert "SetupError: parameter '4.weight' was replaced" in said, said
 
 
 class Lookahead(torch.optim.SGD):
@@ -444,7 +414,8 @@ class Own(Lookahead):
     pass
 
 
-def keeps_copies(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_optimizers_that_keep_a_copy_of_the_parameters_are_refused_by_name(rank: int, world: int) -> None:
     module, said = network(), []
     for kind in (Lookahead, SGDScheduleFree, Own):
         optimizer = kind(module.parameters(), lr=0.1)
@@ -453,13 +424,8 @@ def keeps_copies(rank: int, world: int) -> list[str]:
     optimizer = Lookahead(ddp.parameters(), lr=0.1)
     with sidcomp.compress(ddp, optimizer, "int4"):  # gradients reach every copy alike
         train(ddp, optimizer, rank, range(2))
-    return said
-
-
-def test_optimizers_that_keep_a_copy_of_the_parameters_are_refused_by_name() -> None:
-    for said in run(keeps_copies, 2):
-        for name, text in zip(("Lookahead", "SGDScheduleFree", "Own"), said, strict=True):
-            assert f"UnsupportedError: {name} keeps a second copy" in text, text
+    for name, text in zip(("Lookahead", "SGDScheduleFree", "Own"), said, strict=True):
+        assert f"UnsupportedError: {name} keeps a second copy" in text, text
 
 
 # ---- leaving

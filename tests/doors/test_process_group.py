@@ -18,7 +18,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import alike, backward, flat, network
 from torch import nn
 from torch.distributed import checkpoint
@@ -336,7 +336,12 @@ def hooked(module: nn.Module, kind: str) -> None:
             p.register_post_accumulate_grad_hook(count)
 
 
-def of_parameters(rank: int, world: int, kind: str) -> Any:
+@pytest.mark.parametrize(
+    "kind",
+    ["ddp", "static", "zero", "hsdp", "replicate", "tensor", "node", "accumulated", "flat", "at the end"],
+)
+@on_ranks(2, backend=partial(compressing, "int8"))
+def test_gradients_of_parameters_are_compressed(rank: int, world: int, kind: str) -> None:
     model, replicas = network(), group()
     if kind == "hsdp":
         mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
@@ -359,16 +364,8 @@ def of_parameters(rank: int, world: int, kind: str) -> Any:
     else:
         train(model, rank)
     assert alike(model)
-    return steps_of(replicas)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["ddp", "static", "zero", "hsdp", "replicate", "tensor", "node", "accumulated", "flat", "at the end"],
-)
-def test_gradients_of_parameters_are_compressed(kind: str) -> None:
-    for steps in run(of_parameters, 2, kind, backend=partial(compressing, "int8")):
-        assert in_time(sum(steps))
+    steps = steps_of(replicas)
+    assert in_time(sum(steps))
 
 
 def excluding(rank: int, world: int) -> tuple[list[tuple[int, str]], str]:
@@ -453,7 +450,8 @@ def test_what_is_all_reduced_after_backward_is_exact_and_it_says_so(kind: str) -
         assert not texts or "add outside=True to SIDCOMP" in texts[0]
 
 
-def over_several_groups(rank: int, world: int) -> list[int]:
+@on_ranks(2)
+def test_a_step_ends_lists_on_several_groups_in_one_order(rank: int, world: int) -> None:
     """One model's gradients are averaged over six groups in turn: a step ends a list on each."""
     junk = [bytearray(10_000) for _ in range(7 * rank)]  # objects lie elsewhere on each rank
     groups = [
@@ -467,14 +465,11 @@ def over_several_groups(rank: int, world: int) -> list[int]:
 
     train(network(), rank, 6, after)
     del junk
-    return [step for to in groups for step in steps_of(to)]
+    assert [step for to in groups for step in steps_of(to)] == [4] * 6
 
 
-def test_a_step_ends_lists_on_several_groups_in_one_order() -> None:
-    assert run(over_several_groups, 2) == [[4] * 6] * 2
-
-
-def with_metrics(rank: int, world: int) -> list[str]:
+@on_ranks(2, backend=partial(compressing, "topk", density=0.05))
+def test_metrics_are_not_taken_for_gradients(rank: int, world: int) -> None:
     """DDP, and what a program all-reduces in each step beside it: a loss, a matrix of confusion."""
     model = DistributedDataParallel(network(width=200))
     with warnings.catch_warnings(record=True) as caught:
@@ -485,11 +480,7 @@ def with_metrics(rank: int, world: int) -> list[str]:
                 dist.all_reduce(torch.ones(n))
 
         train(model, rank, STEPS, after)
-    return [str(w.message) for w in caught if issubclass(w.category, sidcomp.SidcompWarning)]
-
-
-def test_metrics_are_not_taken_for_gradients() -> None:
-    assert run(with_metrics, 2, backend=partial(compressing, "topk", density=0.05)) == [[], []]
+    assert [str(w.message) for w in caught if issubclass(w.category, sidcomp.SidcompWarning)] == []
 
 
 # ---- models that are gone
@@ -563,7 +554,8 @@ def test_what_models_took_is_freed_when_they_are_gone() -> None:
         assert max(counts[2:]) <= counts[1], counts
 
 
-def wrapped_again(rank: int, world: int) -> Any:
+@on_ranks(2, backend=partial(compressing, "topk", density=0.1))
+def test_a_module_that_is_wrapped_again_keeps_its_residual(rank: int, world: int) -> None:
     """A module in another DDP, as in each epoch of some programs: the residual of its buckets stays."""
     module = network()
     for _ in range(3):
@@ -571,12 +563,8 @@ def wrapped_again(rank: int, world: int) -> Any:
         train(model, rank, 5)
         del model
         gc.collect()
-    return steps_of()
-
-
-def test_a_module_that_is_wrapped_again_keeps_its_residual() -> None:
-    for steps in run(wrapped_again, 2, backend=partial(compressing, "topk", density=0.1)):
-        assert max(steps) >= 7, steps
+    steps = steps_of()
+    assert max(steps) >= 7, steps
 
 
 # ---- checkpoints
@@ -710,7 +698,18 @@ def test_another_number_of_ranks_takes_over_all_residuals() -> None:
 # ---- ranks that were set up differently
 
 
-def set_up(rank: int, world: int, other: dict[str, Any]) -> Any:
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        ({"codec": "off"}, "rank 0 has [codec topk], rank 2 has [codec off]"),
+        ({"codec": "topk", "density": 0.2}, "[parameters {'density': 0.2}]"),
+        ({"min_bytes": 10**6}, "rank 0 has [min_bytes 1000], rank 2 has [min_bytes 1000000]"),
+    ],
+)
+@on_ranks(3)
+def test_ranks_with_other_settings_are_refused_at_their_first_pass(
+    rank: int, world: int, other: dict[str, Any], said: str
+) -> None:
     """The last rank has other settings."""
     usual: dict[str, Any] = {"codec": "topk", "density": 0.1, "min_bytes": 1000}
     mine = {**usual, **other} if rank == world - 1 else usual
@@ -723,21 +722,9 @@ def set_up(rank: int, world: int, other: dict[str, Any]) -> Any:
         with pytest.raises(sidcomp.RankError) as e:
             backward(model, rank, step)
         texts.append((e.value.rank, str(e.value)))
-    return texts, len(ours.programs)
-
-
-@pytest.mark.parametrize(
-    "other, said",
-    [
-        ({"codec": "off"}, "rank 0 has [codec topk], rank 2 has [codec off]"),
-        ({"codec": "topk", "density": 0.2}, "[parameters {'density': 0.2}]"),
-        ({"min_bytes": 10**6}, "rank 0 has [min_bytes 1000], rank 2 has [min_bytes 1000000]"),
-    ],
-)
-def test_ranks_with_other_settings_are_refused_at_their_first_pass(other: dict[str, Any], said: str) -> None:
-    for texts, programs in run(set_up, 3, other):
-        assert [rank for rank, _ in texts] == [2, 2] and all(said in text for _, text in texts), texts
-        assert "give every rank the same SIDCOMP" in texts[0][1] and not programs
+    programs = len(ours.programs)
+    assert [rank for rank, _ in texts] == [2, 2] and all(said in text for _, text in texts), texts
+    assert "give every rank the same SIDCOMP" in texts[0][1] and not programs
 
 
 # ---- which call is which
@@ -770,7 +757,9 @@ def steps_of(to: Any = None) -> list[int]:
     return [p.state.stats()["steps"] for p in getattr(to or group(), "programs", []) if p.state is not None]
 
 
-def conserved(rank: int, world: int) -> float:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks(backend=partial(compressing, "topk", density=0.1))
+def test_sums_conserve_what_came_in(rank: int, world: int) -> None:
     """Sums a constant gradient for many steps: what was received and what is kept is what came in."""
     n, steps = 4000, 9
     mine = torch.randn(n, generator=torch.Generator().manual_seed(rank))
@@ -786,15 +775,11 @@ def conserved(rank: int, world: int) -> float:
     dist.all_reduce(kept)
     dist.all_reduce(whole)
     # A residual is in units of a rank's contribution to a mean, as it is behind DDP's hook.
-    return float((total + kept / world - whole).abs().max() / whole.abs().max())
+    assert float((total + kept / world - whole).abs().max() / whole.abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_sums_conserve_what_came_in(world: int) -> None:
-    assert max(run(conserved, world, backend=partial(compressing, "topk", density=0.1))) < 1e-5
-
-
-def alternating(rank: int, world: int) -> Any:
+@on_ranks(2, backend=partial(compressing, "topk", density=0.1))
+def test_models_that_take_turns_have_states_of_their_own(rank: int, world: int) -> None:
     """Two models take turns, as a generator and its critic do, of the same sizes; a third size comes once."""
     one, two = torch.zeros(3000), torch.zeros(3000)
     for step in range(8):
@@ -803,15 +788,12 @@ def alternating(rank: int, world: int) -> Any:
             averaged([x, x[:1000]])
         if step == 5:
             averaged([torch.ones(777)])
-    return steps_of()
+    steps = steps_of()
+    assert steps == [6, 6]
 
 
-def test_models_that_take_turns_have_states_of_their_own() -> None:
-    for steps in run(alternating, 2, backend=partial(compressing, "topk", density=0.1)):
-        assert steps == [6, 6]
-
-
-def sharing(rank: int, world: int) -> list[int]:
+@on_ranks(2, backend=partial(compressing, "topk", density=0.1))
+def test_models_that_share_a_buffer_have_states_of_their_own(rank: int, world: int) -> None:
     """Two models of one size take turns, and flatten their gradients into the same buffer."""
     buffer = torch.empty(len(flat(network())))
 
@@ -831,12 +813,8 @@ def sharing(rank: int, world: int) -> list[int]:
         for model in models:
             train(model, rank, 1)
     assert all(map(alike, models))
-    return steps_of()
-
-
-def test_models_that_share_a_buffer_have_states_of_their_own() -> None:
-    for steps in run(sharing, 2, backend=partial(compressing, "topk", density=0.1)):
-        assert steps == [3, 3]
+    steps = steps_of()
+    assert steps == [3, 3]
 
 
 def different(rank: int, world: int) -> Any:
@@ -878,7 +856,8 @@ def test_a_pass_that_differs_is_sent_uncompressed_from_there() -> None:
         assert ("uncompressed: call 1 of a backward pass" in said) or ("it had 2 all-reduces" in said) or rank
 
 
-def strict_passes(rank: int, world: int) -> list[str]:
+@on_ranks(2, backend=partial(compressing, "int8"))
+def test_the_pass_after_an_error_under_strict_is_compressed_again(rank: int, world: int) -> None:
     """Under strict() passes that differ are errors; the passes after them are none."""
     kinds = [torch.full((n,), 1.0 + rank) for n in (3000, 2000, 1000)]
     texts = []
@@ -889,13 +868,8 @@ def strict_passes(rank: int, world: int) -> list[str]:
                 averaged(calls)
             except Exception as e:
                 texts.append(f"{step}: {e}")
-    return texts
-
-
-def test_the_pass_after_an_error_under_strict_is_compressed_again() -> None:
-    for texts in run(strict_passes, 2, backend=partial(compressing, "int8")):
-        assert [text[:2] for text in texts] == ["4:", "6:"], texts
-        assert "it had 2 all-reduces" in texts[0] and "call 1 of a backward pass" in texts[1]
+    assert [text[:2] for text in texts] == ["4:", "6:"], texts
+    assert "it had 2 all-reduces" in texts[0] and "call 1 of a backward pass" in texts[1]
 
 
 def ambiguous(rank: int, world: int, kept: bool, passes: int) -> Any:
@@ -944,19 +918,16 @@ def test_tensors_that_are_freed_late_are_not_taken_for_another_models(late: list
     assert in_time(had, steps + 2) and programs == 1, said
 
 
-def moving_models(rank: int, world: int) -> Any:
+@on_ranks(2, backend=partial(compressing, "topk", density=0.01))
+def test_models_whose_tensors_move_in_turns_are_not_mixed(rank: int, world: int) -> None:
     """Two models take turns. Their tensors move, and each one's exist until it has its next ones."""
     held: list[Any] = [None, None]
     for step in range(16):
         averaged(new := [torch.full((3000,), float(rank + step % 2))])
         assert torch.equal(new[0], torch.full((3000,), 1.0 + 2 * (step % 2)))
         held[step % 2] = new
-    return steps_of()
-
-
-def test_models_whose_tensors_move_in_turns_are_not_mixed() -> None:
-    for steps in run(moving_models, 2, backend=partial(compressing, "topk", density=0.01)):
-        assert sum(steps) == 0
+    steps = steps_of()
+    assert sum(steps) == 0
 
 
 def nothing_twice(rank: int, world: int, room: str) -> str:
@@ -1003,7 +974,8 @@ def test_it_says_that_nothing_can_be_compressed(kind: str, advice: str) -> None:
         assert (advice in said) == (rank == 0)
 
 
-def strictly(rank: int, world: int) -> str:
+@on_ranks(2, backend=partial(compressing, "topk", density=0.1))
+def test_strict_makes_a_fallback_an_error(rank: int, world: int) -> None:
     x = [torch.ones(3000), torch.ones(2000)]
     for _ in range(4):
         averaged(x)
@@ -1011,12 +983,8 @@ def strictly(rank: int, world: int) -> str:
         averaged(x[:1])
     averaged(x)
     assert steps_of() == [4]
-    return str(e.value)
-
-
-def test_strict_makes_a_fallback_an_error() -> None:
-    for text in run(strictly, 2, backend=partial(compressing, "topk", density=0.1)):
-        assert "uncompressed: it had 1 all-reduces" in text
+    text = str(e.value)
+    assert "uncompressed: it had 1 all-reduces" in text
 
 
 # ---- groups

@@ -15,7 +15,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from changing import Changing, Silent, native, shared_store
-from harness import run
+from harness import on_ranks, run
 from local_training import KINDS, updates
 from sidcomp import rank_states
 from sidcomp.backend import process_group
@@ -312,23 +312,38 @@ DOORS: dict[str, tuple[Callable[[Any, int], torch.Tensor], dict[str, Callable[[A
 }
 
 
-def over_each(rank: int, world: int, door: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_the_bits_are_those_of_a_known_group(rank: int, world: int, door: str) -> None:
     store = shared_store(rank, world)
     train, groups = DOORS[door]
-    return {kind: train(make(PrefixStore(kind, store), rank, world), rank) for kind, make in groups.items()}
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_the_bits_are_those_of_a_known_group(door: str) -> None:
-    for found in run(over_each, 2, door):
-        for kind, bits in found.items():
-            assert torch.equal(bits, found["known"]), kind
+    found = {kind: train(make(PrefixStore(kind, store), rank, world), rank) for kind, make in groups.items()}
+    for kind, bits in found.items():
+        assert torch.equal(bits, found["known"]), kind
 
 
 # ---- what cannot work says so ------------------------------------------------------------------------------
 
 
-def refused(rank: int, world: int) -> dict[str, str]:
+REFUSED = {
+    **dict.fromkeys(KINDS, "SetupError: ProcessGroup is .* give a deadline, and no process_group"),
+    "auto": "UnsupportedError: .* name a codec and groups",
+    "exchange": "UnsupportedError: .* leave exchange out",
+    "place": "ArgumentError: place: .* leave it out",
+    "other": "SetupError: .* give both the same process group",
+    "silent": r"SetupError: Silent is .* give .*process_group\(group, place=",
+    "not configured": "SetupError: Changing is .* configure it first",
+    "rank": r"SetupError: place\(\) returned .* rank 2 of 2",
+    "store": r"SetupError: place\(\) returned .* its store is None",
+    "no tuple": r"SetupError: place\(\) returned 3: let it return \(rank, size, store\)",
+    "managed": r"SetupError: .* Manager\(pg=.*process_group",
+    "files": r"SetupError: .* save state.state_dict\(\) of each rank yourself",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_what_cannot_work_says_what_to_do(rank: int, world: int) -> None:
     store = shared_store(rank, world)
     unknown = native(PrefixStore("a", store), rank, world)
     module = network()
@@ -369,31 +384,9 @@ def refused(rank: int, world: int) -> dict[str, str]:
     register(ddp, state)
     note("files", lambda: rank_states.agree_on_run(state))
     state.close()
-    return said
-
-
-REFUSED = {
-    **dict.fromkeys(KINDS, "SetupError: ProcessGroup is .* give a deadline, and no process_group"),
-    "auto": "UnsupportedError: .* name a codec and groups",
-    "exchange": "UnsupportedError: .* leave exchange out",
-    "place": "ArgumentError: place: .* leave it out",
-    "other": "SetupError: .* give both the same process group",
-    "silent": r"SetupError: Silent is .* give .*process_group\(group, place=",
-    "not configured": "SetupError: Changing is .* configure it first",
-    "rank": r"SetupError: place\(\) returned .* rank 2 of 2",
-    "store": r"SetupError: place\(\) returned .* its store is None",
-    "no tuple": r"SetupError: place\(\) returned 3: let it return \(rank, size, store\)",
-    "managed": r"SetupError: .* Manager\(pg=.*process_group",
-    "files": r"SetupError: .* save state.state_dict\(\) of each rank yourself",
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_cannot_work_says_what_to_do() -> None:
-    for said in run(refused, 2):
-        assert said.keys() == REFUSED.keys()
-        for what, text in REFUSED.items():
-            assert re.fullmatch(f"{text}.*", said[what], re.DOTALL), (what, said[what])
+    assert said.keys() == REFUSED.keys()
+    for what, text in REFUSED.items():
+        assert re.fullmatch(f"{text}.*", said[what], re.DOTALL), (what, said[what])
 
 
 def met(rank: int, world: int, absent: bool) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from launched import (
     network,
     optimizer_of,
     plain_loop,
+    refusal,
     run_frameworks,
     same,
     snapshot,
@@ -58,16 +58,9 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
         model, optimizer = compression.prepare(accelerator, module, optimizer_of(module.parameters()))
         return compression, accelerator, (model, optimizer, batches(rank, world))
 
-    def error(do: Callable[[], Any]) -> str:
-        try:
-            do()
-        except sidcomp.SidcompError as e:
-            return str(e)
-        return ""
-
     def loading(folder: Path) -> str:
         compression, accelerator, _ = start()
-        said = error(lambda: accelerator.load_state(folder))
+        said = refusal(lambda: accelerator.load_state(folder))
         compression.end()
         return said
 
@@ -79,7 +72,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     out["whole"] = train(accelerator, parts, 1, compression)
     assert compression.run is not None
     out["followed"] = compression.run.state.engine.rates is not None
-    out["again"] = error(lambda: compression.prepare(accelerator, *parts[:2]))
+    out["again"] = refusal(lambda: compression.prepare(accelerator, *parts[:2]))
     compression.end()
     compression, accelerator, parts = start()
     accelerator.load_state(saved)
@@ -115,11 +108,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
         accelerator.register_for_checkpointing(state)
         accelerator.save_state(own)
         accelerator.wait_for_everyone()
-        try:
-            accelerator.load_state(own)
-            out["own"] = ""
-        except sidcomp.CheckpointError as e:
-            out["own"] = str(e)
+        out["own"] = refusal(lambda: accelerator.load_state(own))
     accelerator.wait_for_everyone()
 
     if rank == 0:
@@ -141,14 +130,14 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     out["told"] = [str(w.message) for w in told if "sidcomp" in str(w.message)]
     fresh = accelerate.Accelerator(cpu=True)
     parameters = nn.Linear(1, 1).parameters()
-    out["no model"] = error(lambda: Compression(**ARGUMENTS).prepare(fresh, optimizer_of(parameters)))
-    out["no optimizer"] = error(lambda: Compression(**ARGUMENTS).prepare(fresh, network()))
+    out["no model"] = refusal(lambda: Compression(**ARGUMENTS).prepare(fresh, optimizer_of(parameters)))
+    out["no optimizer"] = refusal(lambda: Compression(**ARGUMENTS).prepare(fresh, network()))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         Compression(**ARGUMENTS)
         gc.collect()
     out["unused"] = [str(w.message) for w in told if "sidcomp" in str(w.message)]
-    out["wrong"] = [error(lambda more=more: Compression(**more)) for more in WRONG]
+    out["wrong"] = [refusal(lambda more=more: Compression(**more)) for more in WRONG]
     out["by hand"] = by_hand()
     out["example"] = example("accelerate_loop.py")
     return out

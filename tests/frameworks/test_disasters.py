@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 import sidcomp
 import torch
 import torch.distributed as dist
-from launched import ARGUMENTS, BATCH, STEPS, as_torchrun, batches, network, optimizer_of, run_frameworks
+from launched import ARGUMENTS, STEPS, as_torchrun, batches, network, optimizer_of, run_frameworks
 from sidcomp.doors.ddp import register
 from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch import nn
@@ -148,22 +148,11 @@ def with_accelerate(rank: int, world: int, folder: Path, event: Event, resumes: 
 
 
 def with_lightning(rank: int, world: int, folder: Path, event: Event, resumes: bool) -> dict[str, Any]:
-    import lightning
+    import with_lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
     from sidcomp.frameworks.lightning import Compression
 
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            x, y = batch
-            return nn.functional.cross_entropy(self.network(x), y)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return optimizer_of(self.parameters())
-
+    class Module(with_lightning.Module):
         def on_train_start(self) -> None:
             event.watch(self.network, self.trainer.global_step)
 
@@ -171,11 +160,7 @@ def with_lightning(rank: int, world: int, folder: Path, event: Event, resumes: b
             event.saves(self.trainer.global_step)
 
     keep = ModelCheckpoint(folder, "{epoch}", every_n_epochs=1, save_top_k=-1)
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=world, strategy="ddp", max_epochs=2, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        callbacks=[Compression(**ARGUMENTS), keep],
-    )  # fmt: skip
+    trainer = with_lightning.trainer(Compression(**ARGUMENTS), keep)
     module = Module()
     trainer.fit(module, batches(rank, world), ckpt_path=str(folder / "epoch=0.ckpt") if resumes else None)
     return dict(module.network.named_parameters())
@@ -183,16 +168,8 @@ def with_lightning(rank: int, world: int, folder: Path, event: Event, resumes: b
 
 def with_transformers(rank: int, world: int, folder: Path, event: Event, resumes: bool) -> dict[str, Any]:
     import transformers
-    from launched import dataset
     from sidcomp.frameworks.transformers import Compression
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": nn.functional.cross_entropy(self.network(x), labels)}
+    from with_transformers import Model, trainer
 
     class Saves(transformers.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -201,20 +178,9 @@ def with_transformers(rank: int, world: int, folder: Path, event: Event, resumes
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             event.saves(state.global_step)
 
-    items = [{"x": x, "labels": y} for x, y in dataset()]
-    arguments = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=BATCH, num_train_epochs=2, max_grad_norm=0.0,
-        save_strategy="epoch", use_cpu=True, report_to=[], disable_tqdm=True,
-    )  # fmt: skip
     model = Model()
-    trainer = transformers.Trainer(
-        model,
-        arguments,
-        train_dataset=items,
-        optimizers=(optimizer_of(model.parameters()), None),
-        callbacks=[Saves(), Compression(**ARGUMENTS)],
-    )
-    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVES[0]}") if resumes else None)
+    made = trainer(folder, model, optimizer_of, [Saves(), Compression(**ARGUMENTS)])
+    made.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVES[0]}") if resumes else None)
     return dict(model.network.named_parameters())
 
 

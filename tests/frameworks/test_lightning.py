@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,12 @@ from launched import (
     example,
     needs,
     network,
-    optimizer_of,
     plain_loop,
+    refusal,
     run_frameworks,
     same,
     snapshot,
 )
-from torch import nn
 
 needs("lightning")
 
@@ -45,18 +43,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
     from sidcomp.frameworks.lightning import Compression
     from torch.distributed.fsdp import fully_shard
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            x, y = batch
-            return nn.functional.cross_entropy(self.network(x), y)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return optimizer_of(self.parameters())
+    from with_lightning import Module, trainer
 
     class Watcher(lightning.Callback):
         """Looks at the State while there is one."""
@@ -75,41 +62,20 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
             self.scaler = state.engine.watch.scaler
 
     def fit(
-        compression: Compression,
-        name: str,
-        module: type[Module] = Module,
-        ckpt: str | None = None,
-        **more: Any,
+        compression: Compression, name: str, module: Any = None, ckpt: str | None = None, **more: Any
     ) -> tuple[Any, Watcher]:
         watcher = Watcher(compression)
         keep = ModelCheckpoint(Path(room) / name, "{epoch}", every_n_epochs=1, save_top_k=-1)
-        given: dict[str, Any] = {"strategy": "ddp", "max_epochs": EPOCHS, **more}
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=2,
-            logger=CSVLogger(room, name, flush_logs_every_n_steps=1),
-            callbacks=[compression, watcher, keep],
-            log_every_n_steps=1,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            **given,
-        )
-        trainer.fit(module(), batches(rank, world), ckpt_path=ckpt)
-        return trainer, watcher
-
-    def error(make: Callable[[], Any]) -> str:
-        try:
-            make()
-        except sidcomp.SidcompError as e:
-            return str(e)
-        return ""
+        logger = CSVLogger(room, name, flush_logs_every_n_steps=1)
+        made = trainer(compression, watcher, keep, logger=logger, log_every_n_steps=1, **more)
+        made.fit(module or Module(), batches(rank, world), ckpt_path=ckpt)
+        return made, watcher
 
     out: dict[str, Any] = {"plain": plain_loop(rank, world)}
     compression = Compression(**ARGUMENTS)
-    trainer, watcher = fit(compression, "whole")
+    made, watcher = fit(compression, "whole")
     out["whole"], out["closed"] = watcher.seen, compression.run is None
-    trainer.save_checkpoint(Path(room) / "after.ckpt")
+    made.save_checkpoint(Path(room) / "after.ckpt")
     kept = torch.load(Path(room) / "after.ckpt", weights_only=True)["sidcomp"]["ranks"]
     out["kept"] = [s["state"]["rank"] for s in kept], kept[rank]["state"]["step"]
 
@@ -132,26 +98,10 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
             return self.lightning_module.training_step(*args, **kwargs)
 
     sharded = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    out["sharded"] = error(lambda: fit(Compression(**ARGUMENTS), "sharded", Sharded, strategy=sharded))
-    out["around"] = error(lambda: fit(Compression(**ARGUMENTS), "around", strategy=Around()))
+    out["sharded"] = refusal(lambda: fit(Compression(**ARGUMENTS), "sharded", Sharded(), strategy=sharded))
+    out["around"] = refusal(lambda: fit(Compression(**ARGUMENTS), "around", strategy=Around()))
 
-    class Two(Module):
-        """Two optimizers, which the module steps by itself."""
-
-        automatic_optimization = False
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            loss = super().training_step(batch, index)
-            self.manual_backward(loss)
-            for optimizer in self.optimizers():
-                optimizer.step()
-                optimizer.zero_grad()
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return [optimizer_of(self.network[i].parameters()) for i in (0, 2)]
-
-    class Choosing(Two):
+    class Choosing(Module):
         def on_train_start(self) -> None:
             chosen.run.state.follow(self.trainer.optimizers[0])
 
@@ -163,26 +113,20 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
             out["two"].append((len(state.engine.rates.optimizers), state.stats()["steps"]))
 
     chosen, out["two"] = Compression(**ARGUMENTS), []
-    for module, compression in ((Two, Compression(**ARGUMENTS)), (Choosing, chosen)):
+    for kind, compression in ((Module, Compression(**ARGUMENTS)), (Choosing, chosen)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            lightning.Trainer(
-                accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False,
-                callbacks=[compression, Followed()], enable_progress_bar=False, enable_model_summary=False,
-                enable_checkpointing=False, use_distributed_sampler=False,
-            ).fit(module(), batches(rank, world))  # fmt: skip
+            made = trainer(compression, Followed(), max_epochs=1, enable_checkpointing=False)
+            made.fit(kind(two=True), batches(rank, world))
         out["two"].append([str(w.message) for w in caught if "2 optimizers" in str(w.message)])
-    out["both"] = error(lambda: Compression(sidcomp.State("topk"), density=0.1))
-    out["unknown"] = error(lambda: Compression("topk", no_such_parameter=1))
+    out["both"] = refusal(lambda: Compression(sidcomp.State("topk"), density=0.1))
+    out["unknown"] = refusal(lambda: Compression("topk", no_such_parameter=1))
 
     # Lightning's documented recipe, without the callback: it does nothing on CPUs.
     state = sidcomp.State(**ARGUMENTS)
     recipe = DDPStrategy(ddp_comm_state=state, ddp_comm_hook=sidcomp.hook)
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy=recipe, max_steps=2, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
-    trainer.fit(Module(), batches(rank, world))
+    made = trainer(strategy=recipe, max_steps=2, enable_checkpointing=False)
+    made.fit(Module(), batches(rank, world))
     out["recipe"] = state.stats()["steps"]
     out["example"] = example("lightning_callback.py")
     return out

@@ -11,38 +11,24 @@ import pytest
 
 pytest.importorskip("torch")
 
-import sidcomp
 import torch
 from launched import (
     ARGUMENTS,
-    BATCH,
     EPOCHS,
     STEPS,
     as_torchrun,
-    dataset,
     example,
     needs,
     network,
     optimizer_of,
     plain_loop,
+    refusal,
     run_frameworks,
     same,
     snapshot,
 )
-from torch import nn
 
 needs("transformers", "accelerate")
-
-
-class Model(nn.Module):
-    """What a Trainer takes: inputs by name, a dictionary with the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = network()
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": nn.functional.cross_entropy(self.network(x), labels)}
 
 
 def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
@@ -50,26 +36,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     import transformers
     from sidcomp.frameworks.transformers import Compression
-
-    class Examples(torch.utils.data.Dataset):
-        """In the order in which the Trainer's ranks take batches by turns, those of the plain loop's."""
-
-        def __init__(self) -> None:
-            data = dataset()
-            order = [
-                world * (BATCH * b + i) + r for b in range(STEPS) for r in range(world) for i in range(BATCH)
-            ]
-            self.items = [data[i] for i in order]
-
-        def __len__(self) -> int:
-            return len(self.items)
-
-        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-            return {"x": self.items[i][0], "labels": self.items[i][1]}
-
-    class InOrder(transformers.Trainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
+    from with_transformers import Model, trainer
 
     class Watcher(transformers.TrainerCallback):
         def __init__(self, compression: Compression) -> None:
@@ -92,42 +59,19 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
         compression: Compression, name: str, resume: str | None = None, flag: str | None = None
     ) -> tuple[Any, Watcher]:
         """resume: what train() is given; flag: --resume_from_checkpoint."""
-        arguments = transformers.TrainingArguments(
-            str(Path(room) / name),
-            per_device_train_batch_size=BATCH,
-            num_train_epochs=EPOCHS,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            save_strategy="epoch",
-            save_total_limit=2,
-            logging_steps=1,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            resume_from_checkpoint=flag,
-        )
         model, watcher = Model(), Watcher(compression)
-        trainer = InOrder(
-            model,
-            arguments,
-            train_dataset=Examples(),
-            optimizers=(optimizer_of(model.parameters()), None),
-            callbacks=[watcher, compression],
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer, watcher
+        more = {"save_total_limit": 2, "logging_steps": 1, "resume_from_checkpoint": flag}
+        made = trainer(Path(room) / name, model, optimizer_of, [watcher, compression], **more)
+        made.train(resume_from_checkpoint=resume)
+        return made, watcher
 
     out: dict[str, Any] = {"plain": plain_loop(rank, world)}
     compression = Compression(**ARGUMENTS)
-    trainer, watcher = train(compression, "whole")
+    made, watcher = train(compression, "whole")
     out["whole"], out["closed"], out["logs"] = watcher.seen, compression.run is None, watcher.logs
     out["followed"] = isinstance(watcher.followed, torch.optim.SGD)
-    out["history"] = trainer.state.log_history
-    try:
-        trainer.train()
-        out["again"] = ""
-    except sidcomp.SetupError as e:
-        out["again"] = str(e)
+    out["history"] = made.state.log_history
+    out["again"] = refusal(made.train)
     half = Path(room) / "whole" / f"checkpoint-{STEPS}"
     out["files"] = sorted(p.name for p in half.glob("sidcomp*"))
     _, watcher = train(Compression(**ARGUMENTS, resume_from=half), "resumed", str(half))

@@ -14,14 +14,12 @@ pytest.importorskip("torch")
 
 import torch
 from launched import (
-    BATCH,
     EPOCHS,
     STEPS,
     UPDATES,
     adamw_of,
     as_torchrun,
     batches,
-    dataset,
     example,
     network,
     plain_updates,
@@ -50,25 +48,15 @@ class Evaluations:
 
 
 def lightning(rank: int, world: int, room: Path) -> dict[str, Any]:
-    import lightning as l
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins.precision import MixedPrecision
     from sidcomp.frameworks.lightning import Compression
+    from with_lightning import Module, trainer
 
-    class Module(l.LightningModule):
+    class Evaluated(Module):
         def __init__(self, evaluations: Evaluations, two: bool = False) -> None:
-            super().__init__()
-            self.network, self.evaluations, self.two = network(), evaluations, two
-            self.automatic_optimization = not two
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
-            if self.two:
-                self.manual_backward(loss)
-                for optimizer in self.optimizers():
-                    optimizer.step()
-                    optimizer.zero_grad()
-            return loss
+            super().__init__(adamw_of, two)
+            self.evaluations = evaluations
 
         def on_train_batch_end(self, *_: Any) -> None:
             self.evaluations.own(self.network)
@@ -80,39 +68,30 @@ def lightning(rank: int, world: int, room: Path) -> dict[str, Any]:
         def validation_step(self, batch: Any, index: int) -> None:
             self.evaluations.look(self.network)
 
-        def configure_optimizers(self) -> Any:
-            if self.two:
-                return [adamw_of(self.network[i].parameters()) for i in (0, 2)]
-            return adamw_of(self.parameters())
-
     def fit(name: str, ckpt: Path | None = None, evaluations: Evaluations | None = None, **more: Any) -> Any:
         compression = more.pop("compression", None) or Compression(**UPDATES)
-        module = more.pop("module", None) or Module(evaluations or Evaluations(), more.pop("two", False))
+        module = more.pop("module", None) or Evaluated(evaluations or Evaluations(), more.pop("two", False))
         keep = ModelCheckpoint(room / name, "{epoch}", save_top_k=-1)
-        trainer = l.Trainer(
-            accelerator="cpu", devices=2, logger=False, callbacks=[compression, keep],
-            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-            **{"strategy": "ddp", "max_epochs": EPOCHS, "num_sanity_val_steps": 0, **more},
-        )  # fmt: skip
-        trainer.fit(module, batches(rank, world), batches(rank, world), ckpt_path=ckpt)
-        return trainer, module, compression
+        made = trainer(compression, keep, **{"num_sanity_val_steps": 0, **more})
+        made.fit(module, batches(rank, world), batches(rank, world), ckpt_path=ckpt)
+        return made, module, compression
 
     out: dict[str, Any] = {}
     seen, failing = Evaluations(), Evaluations(fails=True)
-    trainer, module, compression = fit("whole", evaluations=seen)
+    made, module, compression = fit("whole", evaluations=seen)
     out["end"], out["evaluations"], out["closed"] = flat(module), seen.alike, compression.run is None
     out["saved"] = weights(torch.load(room / "whole" / "epoch=0.ckpt", weights_only=True)["state_dict"])
     light = torch.load(room / "light.ckpt", weights_only=True)
     assert torch.equal(weights(light["state_dict"]), out["saved"])
     out["resumed"] = flat(fit("resumed", room / "whole" / "epoch=0.ckpt")[1])
 
-    trainer.save_checkpoint(room / "after.ckpt")
+    made.save_checkpoint(room / "after.ckpt")
     after = torch.load(room / "after.ckpt", weights_only=True)
     assert torch.equal(weights(after["state_dict"]), out["end"]) and len(after["sidcomp"]["ranks"]) == 2
     again = fit("again", compression=compression, module=module)  # fit() twice
     assert alike(flat(again[1])) and not torch.equal(flat(again[1]), out["end"])
 
-    module = Module(failing)
+    module = Evaluated(failing)
     try:
         fit("fails", module=module)
     except RuntimeError as e:
@@ -142,34 +121,17 @@ def transformers(rank: int, world: int, room: Path) -> dict[str, Any]:
     import transformers as t
     from safetensors.torch import load_file
     from sidcomp.frameworks.transformers import Compression
+    from with_transformers import Model, trainer
 
-    class Model(nn.Module):
+    class Evaluated(Model):
         def __init__(self, evaluations: Evaluations) -> None:
             super().__init__()
-            self.network, self.evaluations = network(), evaluations
+            self.evaluations = evaluations
 
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
             if not self.training:
                 self.evaluations.look(self.network)
-            logits = self.network(x)
-            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-    class Examples(torch.utils.data.Dataset):
-        """In the order in which the Trainer's ranks take batches by turns, those of the plain loop's."""
-
-        def __init__(self) -> None:
-            data, turns = dataset(), [(b, r) for b in range(STEPS) for r in range(world)]
-            self.items = [data[world * (BATCH * b + i) + r] for b, r in turns for i in range(BATCH)]
-
-        def __len__(self) -> int:
-            return len(self.items)
-
-        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-            return {"x": self.items[i][0], "labels": self.items[i][1]}
-
-    class InOrder(t.Trainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
+            return super().forward(x, labels)
 
     class Own(t.TrainerCallback):
         def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
@@ -177,38 +139,29 @@ def transformers(rank: int, world: int, room: Path) -> dict[str, Any]:
 
     def train(
         name: str, evaluations: Evaluations, resume: Path | None = None, **more: Any
-    ) -> tuple[Any, Model, Compression]:
-        compression, model = Compression(**UPDATES, resume_from=resume), Model(evaluations)
-        arguments = t.TrainingArguments(
-            str(room / name), per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS,
-            lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="epoch", eval_strategy="epoch",
-            use_cpu=True, report_to=[], disable_tqdm=True, **more,
-        )  # fmt: skip
-        trainer = InOrder(
-            model, arguments, train_dataset=Examples(), eval_dataset=Examples(),
-            optimizers=(adamw_of(model.parameters()), None), callbacks=[compression, Own()],
-        )  # fmt: skip
-        trainer.model_under_test = model
+    ) -> tuple[Any, Evaluated, Compression]:
+        compression, model = Compression(**UPDATES, resume_from=resume), Evaluated(evaluations)
+        made = trainer(room / name, model, adamw_of, [compression, Own()], eval_strategy="epoch", **more)
         try:
-            trainer.train(resume_from_checkpoint=str(resume) if resume is not None else None)
+            made.train(resume_from_checkpoint=str(resume) if resume is not None else None)
         except RuntimeError as e:
             model.planted = str(e)  # type: ignore[assignment]
-        return trainer, model, compression
+        return made, model, compression
 
     out: dict[str, Any] = {}
     seen, failing = Evaluations(), Evaluations(fails=True)
-    trainer, model, compression = train("whole", seen)
+    _, model, compression = train("whole", seen)
     out["end"], out["evaluations"], out["closed"] = flat(model), seen.alike, compression.run is None
     half = room / "whole" / f"checkpoint-{STEPS}"
     out["saved"] = in_order(load_file(half / "model.safetensors"))
     out["resumed"] = flat(train("resumed", Evaluations(), half)[1])
-    trainer, model, _ = train("fails", failing)
+    _, model, _ = train("fails", failing)
     out["planted"], out["own"], out["put back"] = model.planted, failing.before, flat(model)
 
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    trainer, model, _ = train("best", Evaluations(), **best)
-    found = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
-    assert f"checkpoint-{STEPS}" in trainer.state.best_model_checkpoint  # the greater loss, not the last one
+    made, model, _ = train("best", Evaluations(), **best)
+    found = load_file(Path(made.state.best_model_checkpoint) / "model.safetensors")
+    assert f"checkpoint-{STEPS}" in made.state.best_model_checkpoint  # the greater loss, not the last one
     assert torch.equal(in_order(found), flat(model))
     return out
 

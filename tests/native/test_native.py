@@ -25,7 +25,7 @@ import sidcomp.runtime.cuda_executor
 import torch
 import torch.distributed as dist
 from emulated import EmulatedExecutor, emulate
-from harness import run
+from harness import on_ranks, run
 from sidcomp import _core
 from sidcomp.autotune.codec_benchmark import Candidate, Gradients
 from sidcomp.autotune.exchange_benchmark import DeviceTravelling, Travelling
@@ -569,7 +569,9 @@ def test_what_goes_wrong_on_the_device(how: str, words: str, log: Path) -> None:
         assert name == "ExchangeError" and f"NCCL, rank {r} of {world}: {words}" in text, (name, text)
 
 
-def idle(rank: int, world: int) -> bool:
+@emulated
+@on_ranks(2)
+def test_idleness_is_no_fault(rank: int, world: int) -> None:
     """A rank that does nothing for longer than the limit is not stuck."""
     r = Run(rank, limit=2, codec="topk", transport="native")
     r.step()
@@ -577,12 +579,7 @@ def idle(rank: int, world: int) -> bool:
     r.step()
     good = r.lane is not None and r.lane.native is not None and r.lane.native._thread.is_alive()
     r.close()
-    return good
-
-
-@emulated
-def test_idleness_is_no_fault() -> None:
-    assert all(run(idle, 2))
+    assert good
 
 
 def dropped(rank: int, world: int, log: str) -> None:
@@ -742,8 +739,12 @@ def _timeout(rank: int, world: int) -> bool:
     return good
 
 
-def let_go(rank: int, world: int) -> list[list[bool]]:
-    """Drops a State without close(). Returns whether each group's pinned memory was there, for each wait."""
+@emulated
+@on_ranks(1)
+def test_a_state_that_is_dropped_keeps_its_pinned_memory_until_the_device_is_done(
+    rank: int, world: int
+) -> None:
+    """Drops a State without close()."""
     shown: list[weakref.ref[torch.Tensor]] = []
     waited: list[list[bool]] = []
 
@@ -760,10 +761,4 @@ def let_go(rank: int, world: int) -> list[list[bool]]:
     gc.collect()
     assert lane() is None
     assert all(x() is None for x in shown)
-    return waited
-
-
-@emulated
-def test_a_state_that_is_dropped_keeps_its_pinned_memory_until_the_device_is_done() -> None:
-    (waited,) = run(let_go, 1)
     assert len(waited) == 1 and waited[0] and all(waited[0])

@@ -9,7 +9,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from sidcomp.config.settings import Settings
 from sidcomp.doors.ddp import register
 from sidcomp.runtime.bucket import Bucket
@@ -70,7 +70,22 @@ class Given(nn.Module):
         return sum((self.given[n.replace(".", "_")] * g).sum() for n, g in named.items())  # type: ignore[return-value]
 
 
-def both(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "codec, arguments",
+    [
+        ("topk", {"density": 0.1}),
+        ("int8", {}),
+        ("none", {}),
+        ("fp16", {"checksum_every": 1}),
+        ("topk", {"density": 0.1, "exchange": "twoshot"}),
+        ("powersgd", {}),
+        ("qsgd", {"nonfinite": "rollback", "seed": 5}),
+    ],
+)
+@on_ranks(2)
+def test_named_tensors_get_the_hooks_averages(
+    rank: int, world: int, codec: str, arguments: dict[str, Any]
+) -> None:
     groups = [
         [f"given.{n.replace('.', '_')}" for n in names] for names in (BUCKETS[0] + BUCKETS[1], BUCKETS[2])
     ]
@@ -95,22 +110,6 @@ def both(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> None:
     state.close()
 
 
-@pytest.mark.parametrize(
-    "codec, arguments",
-    [
-        ("topk", {"density": 0.1}),
-        ("int8", {}),
-        ("none", {}),
-        ("fp16", {"checksum_every": 1}),
-        ("topk", {"density": 0.1, "exchange": "twoshot"}),
-        ("powersgd", {}),
-        ("qsgd", {"nonfinite": "rollback", "seed": 5}),
-    ],
-)
-def test_named_tensors_get_the_hooks_averages(codec: str, arguments: dict[str, Any]) -> None:
-    run(both, 2, codec, arguments)
-
-
 def scales(rank: int, world: int) -> list[str]:
     """The warning where no parameters are known, as over the process-group backend: nothing can follow."""
     door = Named("topk", density=0.1)
@@ -130,7 +129,8 @@ def test_a_door_that_cannot_follow_is_not_told_to() -> None:
     assert "follow" not in said
 
 
-def throws_away(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_step_that_is_not_finite_is_thrown_away(rank: int, world: int) -> None:
     door = Named("topk", density=0.2, nonfinite="rollback", groups="bucket")
     for step in range(2):
         door.average(gradients(rank, step))
@@ -146,11 +146,8 @@ def throws_away(rank: int, world: int) -> None:
     door.engine.close()
 
 
-def test_a_step_that_is_not_finite_is_thrown_away() -> None:
-    run(throws_away, 2)
-
-
-def gives_up(rank: int, world: int) -> tuple[str, bool]:
+@on_ranks(2)
+def test_a_step_can_be_given_up(rank: int, world: int) -> None:
     """A bucket that does not come: the step is abandoned on all ranks, and the next one is whole."""
     door = Named("none", groups="model")
     door.average(gradients(rank, 0))
@@ -165,12 +162,8 @@ def gives_up(rank: int, world: int) -> tuple[str, bool]:
     door.average(gradients(rank, 1))
     same = door.average(gradients(0, 2))["scale"] == gradients(0, 2)["scale"]
     door.engine.close()
-    return text, bool(same)
-
-
-def test_a_step_can_be_given_up() -> None:
-    for text, same in run(gives_up, 2):
-        assert "given up" in text and same
+    same = bool(same)
+    assert "given up" in text and same
 
 
 def gives_another_buffer(rank: int, world: int, codec: str, at: int) -> str:
@@ -215,7 +208,8 @@ def test_a_step_waits_for_what_was_entered() -> None:
     assert step.ended_at > 0
 
 
-def keeps_buffers(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_steps_make_no_buffers(rank: int, world: int) -> None:
     """With two states a group has two Buffers, which take turns; it has others where its bucket moves."""
     door = Named("topk", density=0.2, nonfinite="rollback", groups="model")
     seen = []
@@ -231,7 +225,3 @@ def keeps_buffers(rank: int, world: int) -> None:
     assert seen[4] not in seen[:4] and seen[5] not in seen[:5]
     assert [b.state for b in seen[2:4]] == [b.state for b in seen[4:]]
     door.engine.close()
-
-
-def test_steps_make_no_buffers() -> None:
-    run(keeps_buffers, 2)

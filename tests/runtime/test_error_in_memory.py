@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from harness import run
+from harness import on_ranks, run
 from local_training import (
     OPTIMIZERS,
     alike,
-    backward,
     batch,
     error_of,
     flat,
-    go_on,
+    learns,
     mean,
     network,
+    resumes,
     train,
     updates,
 )
@@ -28,27 +28,22 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS = 12
 
 
-def beside_ddp(rank: int, world: int) -> float:
+@pytest.mark.parametrize("kind", ["memory", "parameters"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks()
+def test_one_step_of_sgd_is_ddp(rank: int, world: int, kind: str) -> None:
     """One local step of SGD and codec none: what DDP does, up to rounding."""
     ours, module = network(rank), network(0)  # rank 0's parameters count
     ddp = DistributedDataParallel(module)
     theirs = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("none") as state:
         sgd = OPTIMIZERS["SGD"](ours.parameters())
-        updates("memory", ours, sgd, state)
+        updates(kind, ours, sgd, state, every=1)
         for step in range(STEPS):
-            for model in (ours, ddp):
-                model.zero_grad()
-                backward(model, rank, step)
-            sgd.step()
-            theirs.step()
+            train(ours, sgd, rank, range(step, step + 1))
+            train(ddp, theirs, rank, range(step, step + 1))
             assert alike(ours)
-    return float((flat(ours) - flat(module)).norm() / flat(module).norm())
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_one_step_of_sgd_is_ddp(world: int) -> None:
-    assert max(run(beside_ddp, world)) < 1e-5
+    assert float((flat(ours) - flat(module)).norm() / flat(module).norm()) < 1e-5
 
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
@@ -59,43 +54,26 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def trains(
-    rank: int, world: int, optimizer: str, settings: dict[str, Any], every: int
-) -> tuple[float, float]:
-    """The mean loss of the first and of the last steps."""
-    module, losses = network(rank), []
-    with sidcomp.State(**settings) as state:
-        inner = OPTIMIZERS[optimizer](module.parameters())
-        updates("memory", module, inner, state, every=every)
-        for step in range(20 * every):
-            losses += train(module, inner, rank, range(step, step + 1))
-            assert alike(module) is ((step + 1) % every == 0)
-        stats = state.stats()
-    assert stats["steps"] == 20 and 0 < stats["sent_bytes"] < stats["dense_bytes"]
-    return sum(losses[:6]) / 6, sum(losses[-6:]) / 6
-
-
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize(("optimizer", "settings"), SETTINGS)
 def test_replicas_meet_and_the_loss_falls(optimizer: str, settings: dict[str, Any], every: int) -> None:
-    for first, last in run(trains, 2, optimizer, settings, every):
+    for first, last, stats in run(learns, 2, "memory", optimizer, settings, 20, {"every": every}):
         assert last < 0.9 * first
+        assert stats["steps"] == 20 and 0 < stats["sent_bytes"] < stats["dense_bytes"]
 
 
-def with_nan(rank: int, world: int, nonfinite: str) -> None:
+@pytest.mark.parametrize("nonfinite", ["drop", "rollback"])
+@on_ranks(2)
+def test_an_update_that_is_not_finite_is_undone_on_all_ranks(rank: int, world: int, nonfinite: str) -> None:
     module = network(0)
     optimizer = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("topk", density=0.2, nonfinite=nonfinite, groups="layer") as state:
         updates("memory", module, optimizer, state)
         for step in range(6):
-            module.zero_grad()
-            backward(module, rank, step)
             if step == 3:
                 before = flat(module)
                 kept = copy.deepcopy(state.state_dict()["residuals"])
-                if rank == 1:
-                    next(module.parameters()).grad[0, 0] = float("nan")
-            optimizer.step()
+            train(module, optimizer, rank, range(step, step + 1), nan=3)
             if step == 3:
                 assert torch.equal(flat(module), before)
                 if nonfinite == "rollback":
@@ -105,30 +83,9 @@ def with_nan(rank: int, world: int, nonfinite: str) -> None:
         assert not torch.equal(flat(module), before)
 
 
-@pytest.mark.parametrize("nonfinite", ["drop", "rollback"])
-def test_an_update_that_is_not_finite_is_undone_on_all_ranks(nonfinite: str) -> None:
-    run(with_nan, 2, nonfinite)
-
-
-def resumed(rank: int, world: int, stop: int) -> bool:
-    """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
-
-    def part(module: nn.Module, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
-        optimizer = OPTIMIZERS["Adam"](module.parameters())
-        with sidcomp.State("topk", density=0.1) as state:
-            steps = updates("memory", module, optimizer, state, every=3)
-            names = {"module": module, "optimizer": optimizer, "state": state, "steps": steps}
-            return go_on(rank, first, last, saved, names)
-
-    whole, first, second = network(0), network(0), network(1)
-    part(whole, 0, STEPS, None)
-    part(second, stop, STEPS, part(first, 0, stop, None))
-    return torch.equal(flat(whole), flat(second))
-
-
 @pytest.mark.parametrize("stop", [6, 7])
 def test_resumes_bit_for_bit_also_between_two_exchanges(stop: int) -> None:
-    assert run(resumed, 2, stop) == [True, True]
+    run(resumes, 2, "memory", stop, STEPS, {"codec": "topk", "density": 0.1}, {"every": 3})
 
 
 def buffers_follow(rank: int, world: int) -> list[float]:
@@ -148,7 +105,8 @@ def test_buffers_are_rank_0s() -> None:
     assert first == second
 
 
-def refusals(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_what_cannot_work_is_refused(rank: int, world: int) -> None:
     module = network()
     optimizer = OPTIMIZERS["SGD"](module.parameters())
     state = sidcomp.State("none")
@@ -184,14 +142,20 @@ def refusals(rank: int, world: int) -> None:
         steps.average()
 
 
-def test_what_cannot_work_is_refused() -> None:
-    run(refusals, 1)
-
-
 # ---- an average that loses nothing
 
 
-def flushed(rank: int, world: int, codec: dict[str, Any]) -> float:
+@pytest.mark.parametrize(
+    "codec, far",
+    [
+        ({"codec": "topk", "density": 0.05}, 1e-5),
+        ({"codec": "int4"}, 1e-5),
+        ({"codec": "topk", "density": 0.05, "exchange": "twoshot", "groups": "model"}, 1e-5),
+        ({"codec": "topk", "density": 0.3, "memory": "none"}, 0.9),  # which drops what is not sent
+    ],
+)
+@on_ranks(2)
+def test_average_loses_nothing(rank: int, world: int, codec: dict[str, Any], far: float) -> None:
     """How far average() leaves the point from the mean of all that the optimizers did."""
     module, stepped = network(rank), []
     with sidcomp.State(**codec) as state:
@@ -211,20 +175,7 @@ def flushed(rank: int, world: int, codec: dict[str, Any]) -> float:
         if codec.get("memory") != "none":
             assert kept.any() and not error_of(state, module).any()
         start = flat(network(0)).double()
-        return float((flat(module).double() - done).norm() / (done - start).norm())
-
-
-@pytest.mark.parametrize(
-    "codec, far",
-    [
-        ({"codec": "topk", "density": 0.05}, 1e-5),
-        ({"codec": "int4"}, 1e-5),
-        ({"codec": "topk", "density": 0.05, "exchange": "twoshot", "groups": "model"}, 1e-5),
-        ({"codec": "topk", "density": 0.3, "memory": "none"}, 0.9),  # which drops what is not sent
-    ],
-)
-def test_average_loses_nothing(codec: dict[str, Any], far: float) -> None:
-    assert max(run(flushed, 2, codec)) < far
+        assert float((flat(module).double() - done).norm() / (done - start).norm()) < far
 
 
 def test_the_step_sizes_of_marsits_theorem() -> None:

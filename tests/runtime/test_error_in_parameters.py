@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from harness import run
+from harness import on_ranks, run
 from local_training import (
     KINDS,
     OPTIMIZERS,
@@ -22,6 +22,7 @@ from local_training import (
     flat,
     mean,
     network,
+    resumes,
     sgd,
     train,
     updates,
@@ -43,29 +44,6 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"codec": "efsignsgd"}),
     ("AdamW", {"codec": "topk", "density": 0.1, "full_every": 4}),
 ]
-
-
-def beside_ddp(rank: int, world: int) -> float:
-    """SGD and codec none: what DDP does, up to rounding."""
-    ours, module = network(rank), network(0)  # rank 0's parameters count
-    ddp = DistributedDataParallel(module)
-    theirs = OPTIMIZERS["SGD"](module.parameters())
-    with sidcomp.State("none") as state:
-        sgd = OPTIMIZERS["SGD"](ours.parameters())
-        updates("parameters", ours, sgd, state)
-        for step in range(STEPS):
-            for model in (ours, ddp):
-                model.zero_grad()
-                backward(model, rank, step)
-            sgd.step()
-            theirs.step()
-            assert alike(flat(ours))
-    return float((flat(ours) - flat(module)).norm() / flat(module).norm())
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_sgd_without_a_codec_is_ddp(world: int) -> None:
-    assert max(run(beside_ddp, world)) < 1e-5
 
 
 def trains(
@@ -179,7 +157,8 @@ def test_errors_stay_in_the_parameters_while_groups_change(every: int) -> None:
         assert groups >= 4 and waited >= 8
 
 
-def automatic(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_auto_finds_a_plan(rank: int, world: int) -> None:
     """A search to its end, and the same run taken up again."""
 
     def search(state: sidcomp.State, saved: dict[str, Any] | None) -> dict[str, Any]:
@@ -210,34 +189,30 @@ def automatic(rank: int, world: int) -> dict[str, Any]:
         )
 
     with sidcomp.State("auto") as state:
-        first = search(state, None)
+        found = search(state, None)
     with sidcomp.State("auto") as state:
-        again = search(state, first)
-    assert again["report"]["why"] == first["report"]["why"], "it goes on with what it had found"
-    return first
+        again = search(state, found)
+    assert again["report"]["why"] == found["report"]["why"], "it goes on with what it had found"
+    report = found["report"]
+    assert report["stage"] in ("settled", "warming up") and report["dense_ps"] > 0
+    assert "an uncompressed exchange" in found["said"]
+    assert found["ready"] and len(set(found["ready"])) == 1, "all parameters are ready together"
 
 
-def test_auto_finds_a_plan() -> None:
-    for found in run(automatic, 2):
-        report = found["report"]
-        assert report["stage"] in ("settled", "warming up") and report["dense_ps"] > 0
-        assert "an uncompressed exchange" in found["said"]
-        assert found["ready"] and len(set(found["ready"])) == 1, "all parameters are ready together"
-
-
-def with_nan(rank: int, world: int, nonfinite: str, delay: int) -> None:
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("nonfinite", ["drop", "rollback"])
+@on_ranks(2)
+def test_what_is_not_finite_is_discarded_on_all_ranks(
+    rank: int, world: int, nonfinite: str, delay: int
+) -> None:
     module = network(0)
     optimizer = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("topk", density=0.2, nonfinite=nonfinite, groups="layer") as state:
         local = updates("parameters", module, optimizer, state, delay=delay)
         for step in range(8):
-            module.zero_grad()
-            backward(module, rank, step)
             with local.common():
                 before = flat(module)
-            if step == 3 and rank == 1:
-                next(module.parameters()).grad[0, 0] = float("nan")
-            optimizer.step()
+            train(module, optimizer, rank, range(step, step + 1), nan=3)
             if step == 3 and not delay:
                 assert torch.equal(flat(module), before - error_of(state, module))
                 with local.common():
@@ -247,31 +222,17 @@ def with_nan(rank: int, world: int, nonfinite: str, delay: int) -> None:
         assert alike(flat(module)) and torch.isfinite(flat(module)).all()
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("nonfinite", ["drop", "rollback"])
-def test_what_is_not_finite_is_discarded_on_all_ranks(nonfinite: str, delay: int) -> None:
-    run(with_nan, 2, nonfinite, delay)
-
-
-def averaged_with_nan(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_is_not_finite_leaves_the_average_finite(rank: int, world: int) -> None:
     """One rank's parameters are not finite, between two exchanges."""
     module = network(0)
     with sidcomp.State("topk", density=0.2) as state:
         sgd = OPTIMIZERS["SGD"](module.parameters())
         local = updates("parameters", module, sgd, state, every=4)
-        for step in range(6):
-            module.zero_grad()
-            backward(module, rank, step)
-            if step == 5 and rank == 1:
-                next(module.parameters()).grad[0, 0] = float("nan")
-            sgd.step()
+        train(module, sgd, rank, range(6), nan=5)
         assert bool(torch.isfinite(flat(module)).all()) == (rank == 0)
         local.average()
         assert alike(flat(module)) and torch.isfinite(flat(module)).all()
-
-
-def test_a_rank_that_is_not_finite_leaves_the_average_finite() -> None:
-    run(averaged_with_nan, 2)
 
 
 def counted(rank: int, world: int) -> dict[str, tuple[str, float, str]]:
@@ -336,42 +297,6 @@ def test_each_rank_may_have_a_scaler_of_its_own(every: int, fused: bool) -> None
     assert first == 2.0**10 and second == 2.0**10  # halved once from twice as much
 
 
-def resumed(rank: int, world: int, stop: int, every: int, delay: int, noise: str | None) -> bool:
-    """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
-
-    def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
-        module = network(seed)
-        optimizer = OPTIMIZERS["AdamW"](module.parameters())
-        with sidcomp.State("topk", density=0.1) as state:
-            local = updates(
-                "parameters",
-                module,
-                optimizer,
-                state,
-                every=every,
-                delay=delay * every,
-                noise_correction=noise,
-            )
-            if saved is not None:
-                optimizer.load_state_dict(saved["optimizer"])
-                state.load_state_dict(saved["state"])
-                local.load_state_dict(saved["local"])
-            train(module, optimizer, rank, range(first, last))
-            return copy.deepcopy(
-                {
-                    "own": flat(module),
-                    "optimizer": optimizer.state_dict(),
-                    "state": state.state_dict(),
-                    "local": local.state_dict(),
-                }
-            )
-
-    whole = part(0, 0, STEPS, None)
-    again = part(7, stop, STEPS, part(0, 0, stop, None))  # other parameters until the checkpoint is loaded
-    same = all(torch.equal(whole["local"]["point"][n], x) for n, x in again["local"]["point"].items())
-    return same and torch.equal(whole["own"], again["own"])
-
-
 @pytest.mark.parametrize(
     "stop, every, delay, noise",
     [
@@ -380,41 +305,8 @@ def resumed(rank: int, world: int, stop: int, every: int, delay: int, noise: str
     ],
 )
 def test_a_resumed_run_has_the_same_bits(stop: int, every: int, delay: int, noise: str | None) -> None:
-    assert all(run(resumed, 2, stop, every, delay, noise))
-
-
-def on_ranks(rank: int, world: int, path: str, first: bool, delay: int) -> float:
-    module = network(0)
-    optimizer = OPTIMIZERS["AdamW"](module.parameters())
-    with sidcomp.State("topk", density=0.1) as state:
-        local = updates("parameters", module, optimizer, state, delay=delay)
-        if not first:
-            files = [torch.load(f"{path}/{r}", weights_only=True) for r in range(2)]
-            state.load_state_dict([f["state"] for f in files])
-            local.load_state_dict(files[rank % 2]["local"])
-            error = mean(error_of(state, module))
-            before = sum(f["error"].double() for f in files) / world
-            torch.testing.assert_close(error, before, rtol=0, atol=1e-6)
-            with local.common():
-                point = flat(module)
-            assert alike(point)
-            torch.testing.assert_close(flat(module), point - error_of(state, module), rtol=0, atol=0)
-        losses = train(module, optimizer, rank, range(40))
-        if first:
-            kept = {
-                "state": state.state_dict(),
-                "local": local.state_dict(),
-                "error": error_of(state, module),
-            }
-            torch.save(kept, f"{path}/{rank}")
-        return sum(losses[:4]) / 4
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_another_number_of_ranks_takes_over(tmp_path: Any, delay: int) -> None:
-    before = run(on_ranks, 2, str(tmp_path), True, delay)
-    after = run(on_ranks, 3, str(tmp_path), False, delay)
-    assert max(after) < 0.7 * min(before)
+    how = {"every": every, "delay": delay * every, "noise_correction": noise}
+    run(resumes, 2, "parameters", stop, STEPS, {"codec": "topk", "density": 0.1}, how)
 
 
 def evaluated(rank: int, world: int, look: bool, delay: int) -> torch.Tensor:
@@ -439,7 +331,8 @@ def test_looking_at_the_point_changes_nothing(delay: int) -> None:
         assert torch.equal(a, b)
 
 
-def with_ddp(rank: int, world: int) -> bool:
+@on_ranks(2)
+def test_a_ddp_model_keeps_its_gradients_to_itself(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(network(0))
     adamw = OPTIMIZERS["AdamW"](ddp.parameters())
     with sidcomp.compress(ddp, adamw, "topk", updates=True, density=0.1):
@@ -448,22 +341,15 @@ def with_ddp(rank: int, world: int) -> bool:
             backward(ddp, rank, step)
             gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()])
             adamw.step()
-    return alike(gradient)
+    assert not alike(gradient)
 
 
-def test_a_ddp_model_keeps_its_gradients_to_itself() -> None:
-    assert run(with_ddp, 2) == [False, False]
-
-
-def refused_ddp(rank: int, world: int) -> bool:
+@on_ranks(2)
+def test_a_refusal_leaves_the_ddp_model_as_it_was(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(network(0))
     with pytest.raises(sidcomp.SetupError):
         sidcomp.compress(ddp, OPTIMIZERS["SGD"](network(1).parameters()), "topk", updates=True)
-    return ddp.require_backward_grad_sync and not ddp._comm_hooks
-
-
-def test_a_refusal_leaves_the_ddp_model_as_it_was() -> None:
-    assert run(refused_ddp, 2) == [True, True]
+    assert ddp.require_backward_grad_sync and not ddp._comm_hooks
 
 
 def refused(rank: int, world: int, case: str) -> str:
@@ -477,6 +363,7 @@ def refused(rank: int, world: int, case: str) -> str:
         "host": lambda: updates("parameters", module, optimizer, host=True),
         "deadline": lambda: updates("parameters", module, optimizer, deadline=5.0),
         "memory": lambda: updates("parameters", module, optimizer, sidcomp.State("topk", memory="none")),
+        "qsgd": lambda: updates("parameters", module, optimizer, sidcomp.State("qsgd", memory="none")),
         "momentum": lambda: updates("parameters", module, optimizer, sidcomp.State("topk", memory="dgc")),
         "planned": lambda: updates("parameters", module, optimizer, sidcomp.State("auto"), delay=1),
         "bf16": lambda: updates("parameters", module.bfloat16(), optimizer),
@@ -526,6 +413,7 @@ def refused(rank: int, world: int, case: str) -> str:
         ("host", 'host=True needs error="memory"'),
         ("deadline", 'deadline=5.0 needs error="memory"'),
         ("memory", 'memory="residual"'),
+        ("qsgd", "memory that keeps what was not sent"),
         ("momentum", 'memory="residual"'),
         ("planned", "leave delay out"),
         ("bf16", "autocast"),
@@ -592,7 +480,10 @@ def test_all_parameters_are_corrected_where_adam_has_them() -> None:
 # ---- exchanges and a forward pass in bfloat16
 
 
-def over_ring(rank: int, world: int, exchange: str) -> tuple[float, float]:
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("exchange", ["ring1", "torus1"])
+@on_ranks()
+def test_over_one_bit_rings_the_error_stays_in_the_parameters(rank: int, world: int, exchange: str) -> None:
     """The ring and the torus of one bit draw each element's sign from one of the ranks. So what arrives is
     what the ranks sent only on average; but the replicas have the same bits, and the memory is the error."""
     module = network(rank)
@@ -611,32 +502,8 @@ def over_ring(rank: int, world: int, exchange: str) -> tuple[float, float]:
         local.average()
         assert alike(flat(module)) and not error_of(state, module).any()
     assert sent > 8  # 16 without the samples for the noise correction, which are many for so small a model
-    return sum(losses[:6]), sum(losses[-6:])
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("exchange", ["ring1", "torus1"])
-def test_over_one_bit_rings_the_error_stays_in_the_parameters(exchange: str, world: int) -> None:
-    for first, last in run(over_ring, world, exchange):
-        assert last < 0.5 * first
-
-
-def balance(rank: int, world: int) -> list[float]:
-    """How far each exchange moves the mean of the ranks' parameters. Where all that they sent arrives, it
-    stays where the optimizers have brought it."""
-    moved = []
-    for settings, _ in BALANCE:
-        module, left = network(rank), []
-        with sidcomp.State(**{"memory": "residual", **settings}) as state:
-            sgd = OPTIMIZERS["SGD"](module.parameters())
-            sgd.register_step_post_hook(lambda *_, m=module, left=left: left.append(mean(flat(m))))
-            updates("parameters", module, sgd, state)
-            far = []
-            for step in range(6):
-                train(module, sgd, rank, range(step, step + 1))
-                far.append(float((mean(flat(module)) - left[-1]).abs().max()))
-        moved.append(max(far))
-    return moved
+    first, last = sum(losses[:6]), sum(losses[-6:])
+    assert last < 0.5 * first
 
 
 # settings, and whether nothing is lost (docs/updates.md)
@@ -654,13 +521,28 @@ BALANCE: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-def test_what_the_ranks_sent_arrives_unless_a_sign_is_drawn_or_voted() -> None:
-    for moved in run(balance, 3):
-        for far, (settings, exact) in zip(moved, BALANCE, strict=True):
-            assert far < 1e-6 if exact else far > 1e-3, (settings, far)
+@on_ranks(3)
+def test_what_the_ranks_sent_arrives_unless_a_sign_is_drawn_or_voted(rank: int, world: int) -> None:
+    """How far each exchange moves the mean of the ranks' parameters. Where all that they sent arrives, it
+    stays where the optimizers have brought it."""
+    moved = []
+    for settings, _ in BALANCE:
+        module, left = network(rank), []
+        with sidcomp.State(**{"memory": "residual", **settings}) as state:
+            sgd = OPTIMIZERS["SGD"](module.parameters())
+            sgd.register_step_post_hook(lambda *_, m=module, left=left: left.append(mean(flat(m))))
+            updates("parameters", module, sgd, state)
+            far = []
+            for step in range(6):
+                train(module, sgd, rank, range(step, step + 1))
+                far.append(float((mean(flat(module)) - left[-1]).abs().max()))
+        moved.append(max(far))
+    for far, (settings, exact) in zip(moved, BALANCE, strict=True):
+        assert far < 1e-6 if exact else far > 1e-3, (settings, far)
 
 
-def in_bfloat16(rank: int, world: int) -> tuple[float, float, float]:
+@on_ranks(2)
+def test_the_forward_pass_may_be_in_bfloat16(rank: int, world: int) -> None:
     """Autocast computes in bfloat16 with float32 parameters, as DDP does; and the default codec trains."""
     ours, module, third = network(0), network(0), network(0)
     ddp = DistributedDataParallel(module)
@@ -687,9 +569,5 @@ def in_bfloat16(rank: int, world: int) -> tuple[float, float, float]:
             if step < STEPS:  # bfloat16 makes a difference in the last bit larger later
                 far = float((flat(ours) - flat(module)).norm() / (flat(module) - start).norm())
     assert used == {torch.bfloat16} and flat(third).dtype is torch.float32
-    return far, sum(losses[:6]), sum(losses[-6:])
-
-
-def test_the_forward_pass_may_be_in_bfloat16() -> None:
-    for far, first, last in run(in_bfloat16, 2):
-        assert far < 0.02 and last < 0.6 * first
+    first, last = sum(losses[:6]), sum(losses[-6:])
+    assert far < 0.02 and last < 0.6 * first

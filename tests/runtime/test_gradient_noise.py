@@ -13,7 +13,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import OPTIMIZERS, alike, backward, flat, network, train, updates
 from sidcomp.local.gradient_noise import (
     MEASURED,
@@ -101,7 +101,8 @@ def test_without_a_rank_the_error_is_sidcomps(kind: str, ends: bool) -> None:
     assert "noise correction" in text and "a rank has ended, hangs, or failed itself" in text
 
 
-def with_nan(rank: int, world: int) -> tuple[list[float], list[float]]:
+@on_ranks(2)
+def test_gradients_that_are_not_finite_do_not_count(rank: int, world: int) -> None:
     p = torch.zeros(50)
     noise = GradientNoise([p], dist.group.WORLD)
     p.grad = torch.full((50,), 1.0 + rank)
@@ -111,12 +112,8 @@ def with_nan(rank: int, world: int) -> tuple[list[float], list[float]]:
     p.grad = torch.full((50,), float("nan") if rank else 1.0)
     noise.sample()
     noise.land()
-    return before, noise.factors
-
-
-def test_gradients_that_are_not_finite_do_not_count() -> None:
-    for before, after in run(with_nan, 2):
-        assert before == after and before[0] > 1
+    after = noise.factors
+    assert before == after and before[0] > 1
 
 
 def of_rows(rank: int, world: int, steps: int) -> list[torch.Tensor]:
@@ -153,27 +150,24 @@ def test_each_row_has_the_ratio_of_the_second_moments(world: int) -> None:
     assert means[0] > 1.2 and means[5:].mean() < 1.12
 
 
-def in_turns(rank: int, world: int) -> list[torch.Tensor]:
+@on_ranks(2)
+def test_a_fourth_of_the_rows_is_measured_in_each_exchange(rank: int, world: int) -> None:
     """The factors after each of some measurements of nothing but noise: two equal, opposite gradients."""
     p = torch.zeros(8, 64)
     noise = RowNoise([p], [0.95], dist.group.WORLD)
     p.grad = torch.full((8, 64), float((-1) ** rank))
-    out = []
+    factors = []
     for _ in range(TURNS + 1):
         assert noise.sample() == 2 * 4 * 8 // TURNS, "bytes"
-        out.append(noise.factors[0].flatten().clone())  # of the samples before
+        factors.append(noise.factors[0].flatten().clone())  # of the samples before
     noise.land()
-    return out
+    for exchanges, found in enumerate(factors):
+        measured = torch.isin(torch.arange(8) % TURNS, (torch.arange(exchanges) + 1) % TURNS)
+        torch.testing.assert_close(found, torch.where(measured, 2**0.5, 1.0))
 
 
-def test_a_fourth_of_the_rows_is_measured_in_each_exchange() -> None:
-    for factors in run(in_turns, 2):
-        for exchanges, found in enumerate(factors):
-            measured = torch.isin(torch.arange(8) % TURNS, (torch.arange(exchanges) + 1) % TURNS)
-            torch.testing.assert_close(found, torch.where(measured, 2**0.5, 1.0))
-
-
-def rows_with_nan(rank: int, world: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+@on_ranks(2)
+def test_rows_that_are_not_finite_do_not_count(rank: int, world: int) -> None:
     p = torch.zeros(16, 64)
     noise = RowNoise([p], [0.95], dist.group.WORLD)
     for _ in range(8):
@@ -187,15 +181,11 @@ def rows_with_nan(rank: int, world: int) -> tuple[list[torch.Tensor], list[torch
             p.grad[5:9, 1] = torch.tensor([math.nan, math.inf, -math.inf, math.nan])
         noise.sample()
     noise.land()
-    return before, [noise.factors[0], noise._sums]
-
-
-def test_rows_that_are_not_finite_do_not_count() -> None:
-    for before, after in run(rows_with_nan, 2):
-        assert torch.isfinite(after[1]).all()
-        assert torch.equal(before[0][5:9], after[0][5:9])
-        kept = (before[1] == after[1]).all(0)
-        assert kept[5:9].all() and not kept[:5].any() and not kept[9:].any()
+    after = [noise.factors[0], noise._sums]
+    assert torch.isfinite(after[1]).all()
+    assert torch.equal(before[0][5:9], after[0][5:9])
+    kept = (before[1] == after[1]).all(0)
+    assert kept[5:9].all() and not kept[:5].any() and not kept[9:].any()
 
 
 def resumed(rank: int, world: int, stop: int) -> bool:
@@ -276,7 +266,8 @@ def test_all_steps_between_two_exchanges_count(every: int, measured: int) -> Non
             assert factor == pytest.approx(expected, rel=0.08 if noisy % every else 1e-3), noisy
 
 
-def sketches_with_nan(rank: int, world: int) -> tuple[float, float]:
+@on_ranks(2)
+def test_a_step_that_is_not_finite_does_not_count(rank: int, world: int) -> None:
     """The estimate of two steps, the second of which is not finite, and of the first alone."""
     p = torch.zeros(6, 20)
     factors = []
@@ -291,12 +282,8 @@ def sketches_with_nan(rank: int, world: int) -> tuple[float, float]:
         noise.land()
         assert torch.isfinite(noise._sums).all()
         factors.append(float(noise.factors[0]))
-    return factors[0], factors[1]
-
-
-def test_a_step_that_is_not_finite_does_not_count() -> None:
-    for broken, without in run(sketches_with_nan, 2):
-        assert broken == without and 1 < broken <= 2**0.25
+    broken, without = factors[0], factors[1]
+    assert broken == without and 1 < broken <= 2**0.25
 
 
 def lengthened(rank: int, world: int) -> list[torch.Tensor]:
@@ -321,7 +308,9 @@ def test_it_lengthens_a_step_by_the_root_of_the_correction() -> None:
         torch.testing.assert_close(noisy, 3 + 2**0.25 * steps)
 
 
-def resumed_sketches(rank: int, world: int, stop: int, every: int) -> bool:
+@pytest.mark.parametrize("stop, every", [(0, 4), (4, 4), (6, 4), (50, 33)])
+@on_ranks(2)
+def test_resumed_sketches_have_the_same_bits(rank: int, world: int, stop: int, every: int) -> None:
     """Whether an estimate that was saved and loaded goes on with the same bits, also with what is sent."""
     p = torch.zeros(7, 80)
     whole = SketchNoise([p], [0.95], every, dist.group.WORLD)
@@ -340,15 +329,11 @@ def resumed_sketches(rank: int, world: int, stop: int, every: int) -> bool:
     whole.land()
     noise.land()
     windows = [one.state_dict()["window"] for one in (whole, noise)]
-    return torch.equal(*windows) and torch.equal(whole._sums, noise._sums)
+    assert torch.equal(*windows) and torch.equal(whole._sums, noise._sums)
 
 
-@pytest.mark.parametrize("stop, every", [(0, 4), (4, 4), (6, 4), (50, 33)])
-def test_resumed_sketches_have_the_same_bits(stop: int, every: int) -> None:
-    assert all(run(resumed_sketches, 2, stop, every))
-
-
-def sketches_of_odd_shapes(rank: int, world: int) -> int:
+@on_ranks(2)
+def test_sketches_of_parameters_of_any_shape(rank: int, world: int) -> None:
     shapes = [(), (1,), (0, 3), (3, 0), (70, 1, 1), (1, 64), (2, 63), (3, 64)]
     parameters = [torch.zeros(shape) for shape in shapes]
     noise = SketchNoise(parameters, [0.95] * len(shapes), 3, dist.group.WORLD)
@@ -365,11 +350,7 @@ def sketches_of_odd_shapes(rank: int, world: int) -> int:
     noise.lengthen()
     for p, f in zip(parameters, noise.factors, strict=True):
         assert float(f) == pytest.approx(2**0.25 if p.numel() else 1)
-    return len(noise.factors)
-
-
-def test_sketches_of_parameters_of_any_shape() -> None:
-    assert run(sketches_of_odd_shapes, 2) == [8, 8]
+    assert len(noise.factors) == 8
 
 
 def trained(
@@ -438,18 +419,15 @@ def test_averaging_with_the_correction_is_the_other_kind_without_a_codec(parts: 
             assert torch.equal(corrected, local)
 
 
-def of_half_precision(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_averaging_with_the_correction_takes_float32(rank: int, world: int) -> None:
     module = network(0).to(torch.bfloat16)
     optimizer = OPTIMIZERS["AdamW"](module.parameters())
     with pytest.raises(sidcomp.UnsupportedError) as e:
         updates("memory", module, optimizer, sidcomp.State("none"), noise_correction=True)
     assert not optimizer._optimizer_step_pre_hooks
-    return str(e.value)
-
-
-def test_averaging_with_the_correction_takes_float32() -> None:
-    for text in run(of_half_precision, 2):
-        assert "is bfloat16: noise_correction=True measures them, which takes float32" in text
+    text = str(e.value)
+    assert "is bfloat16: noise_correction=True measures them, which takes float32" in text
 
 
 def saved_between_two_exchanges(rank: int, world: int, path: str, first: bool) -> int:
@@ -475,7 +453,8 @@ def test_sketches_of_another_number_of_ranks_are_dropped(tmp_path: Path) -> None
     assert run(saved_between_two_exchanges, 3, str(tmp_path), False) == [0, 0, 0]
 
 
-def of_odd_shapes(rank: int, world: int) -> list[torch.Size]:
+@on_ranks(2)
+def test_parameters_of_any_shape(rank: int, world: int) -> None:
     shapes = [(), (1,), (0, 3), (3, 0), (70, 1, 1), (1, 64), (2, 63), (3, 64)]
     parameters = [torch.zeros(shape) for shape in shapes]
     noise = RowNoise(parameters, [0.95] * len(shapes), dist.group.WORLD)
@@ -487,15 +466,12 @@ def of_odd_shapes(rank: int, world: int) -> list[torch.Size]:
     torch._foreach_mul_(parameters, noise.factors)
     noisy = [f.flatten().tolist() for f, p in zip(noise.factors, parameters, strict=True) if p.numel()]
     assert all(x == pytest.approx(2**0.5) for f in noisy for x in f)
-    return [f.shape for f in noise.factors]
+    shapes = [f.shape for f in noise.factors]
+    assert [s.numel() for s in shapes] == [1, 1, 1, 1, 1, 1, 1, 3]
 
 
-def test_parameters_of_any_shape() -> None:
-    for shapes in run(of_odd_shapes, 2):
-        assert [s.numel() for s in shapes] == [1, 1, 1, 1, 1, 1, 1, 3]
-
-
-def of_sparse_gradients(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_gradients_may_be_sparse(rank: int, world: int) -> None:
     for how in ({}, {"every": 2}, {"noise_correction": "rows"}):
         torch.manual_seed(0)
         module = torch.nn.Embedding(20, 64, sparse=True)
@@ -510,20 +486,13 @@ def of_sparse_gradients(rank: int, world: int) -> None:
             assert alike(flat(module)) and all(f.isfinite().all() for f in local.noise.factors), how
 
 
-def test_gradients_may_be_sparse() -> None:
-    run(of_sparse_gradients, 2)
-
-
-def of_another_kind(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_rows_need_an_optimizer_that_divides_by_the_gradients_size(rank: int, world: int) -> None:
     module = network(0)
     with pytest.raises(sidcomp.ArgumentError) as e:
         updates("parameters", module, OPTIMIZERS["SGD"](module.parameters()), noise_correction="rows")
-    return str(e.value)
-
-
-def test_rows_need_an_optimizer_that_divides_by_the_gradients_size() -> None:
-    for text in run(of_another_kind, 2):
-        assert "SGD has none: leave it out" in text
+    text = str(e.value)
+    assert "SGD has none: leave it out" in text
 
 
 def refused(rank: int, world: int, rows: bool, saved: Any, every: int = 1) -> str:

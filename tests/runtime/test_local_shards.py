@@ -11,7 +11,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import OPTIMIZERS, backward, batch, go_on, train, updates
 from sidcomp.local import choice
 from sidcomp.local.shards import own_part
@@ -121,7 +121,8 @@ def test_errors_in_parameters_without_a_codec_have_the_bits_of_whole_models(ever
     run(beside, 4, "parameters", "Adam", 3 * every + 2, {"every": every, "delay": delay * every})
 
 
-def diloco(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@on_ranks(4)
+def test_without_a_codec_it_is_diloco(rank: int, world: int) -> None:
     """Over shards, beside DiLoCo as torch's own SGD computes it without shards."""
     mesh = meshes()
     ours, theirs, point = sharded(mesh, 0), whole(0), whole(0)
@@ -144,12 +145,8 @@ def diloco(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
                 sgd.step()
                 theirs.load_state_dict(point.state_dict())
         assert on_all(full(ours))
-    return full(theirs), full(ours), full(whole(0))
-
-
-def test_without_a_codec_it_is_diloco() -> None:
-    for theirs, ours, start in run(diloco, 4):
-        assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
+    theirs, ours, start = full(theirs), full(ours), full(whole(0))
+    assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
 
 
 def trained(rank: int, world: int, delay: int) -> tuple[float, float, float]:
@@ -183,7 +180,17 @@ FSDPS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_errors(rank: int, world: int, every: int, delay: int, fsdp: str) -> tuple[float, float, float]:
+@pytest.mark.parametrize(
+    "every, delay, fsdp",
+    [
+        *[(1, 0, "plain"), (EVERY, 0, "in bfloat16")],
+        *[pytest.param(EVERY, 1, fsdp, marks=SLOW) for fsdp in FSDPS],
+    ],
+)
+@on_ranks(4)
+def test_with_errors_in_parameters_it_learns_and_the_nodes_agree(
+    rank: int, world: int, every: int, delay: int, fsdp: str
+) -> None:
     mesh, losses = meshes(), []
     module = sharded(mesh, rank // 2, **FSDPS[fsdp])
     optimizer = OPTIMIZERS["Adam"](module.parameters())
@@ -199,22 +206,12 @@ def of_errors(rank: int, world: int, every: int, delay: int, fsdp: str) -> tuple
         ratio = state.stats()["ratio"]
         local.average()
         assert on_all(full(module))
-    return sum(losses[:6]), sum(losses[-6:]), ratio
+    first, last = sum(losses[:6]), sum(losses[-6:])
+    assert last < 0.7 * first and ratio > 2  # with the samples of gradients, many for such small tensors
 
 
-@pytest.mark.parametrize(
-    "every, delay, fsdp",
-    [
-        *[(1, 0, "plain"), (EVERY, 0, "in bfloat16")],
-        *[pytest.param(EVERY, 1, fsdp, marks=SLOW) for fsdp in FSDPS],
-    ],
-)
-def test_with_errors_in_parameters_it_learns_and_the_nodes_agree(every: int, delay: int, fsdp: str) -> None:
-    for first, last, ratio in run(of_errors, 4, every, delay, fsdp):
-        assert last < 0.7 * first and ratio > 2  # with the samples of gradients, many for such small tensors
-
-
-def automatic(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(4)
+def test_each_shard_finds_a_plan(rank: int, world: int) -> None:
     """Each shard plans for itself."""
     mesh = meshes()
     module = sharded(mesh, 0)
@@ -233,13 +230,9 @@ def automatic(rank: int, world: int) -> dict[str, Any]:
         report, said = state.plan_report(), state.explain()
         local.average()
         assert on_all(full(module))
-    return {**report, "said": said}
-
-
-def test_each_shard_finds_a_plan() -> None:
-    for report in run(automatic, 4):
-        assert report["stage"] in ("settled", "warming up") and report["dense_ps"] > 0
-        assert "an uncompressed exchange" in report["said"]
+    report = {**report, "said": said}
+    assert report["stage"] in ("settled", "warming up") and report["dense_ps"] > 0
+    assert "an uncompressed exchange" in report["said"]
 
 
 def moved(rank: int, world: int, kind: str, corrected: bool | str, how: dict[str, Any]) -> float:
@@ -279,7 +272,9 @@ def test_it_lengthens_the_steps_of_noisy_nodes(kind: str, corrected: bool | str,
     assert longer / plain == pytest.approx(expected, rel=0.15), "by the ratio of the second moments"
 
 
-def with_nan(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["outer", "parameters"])
+@on_ranks(4)
+def test_what_is_not_finite_in_one_shard_is_undone_in_all(rank: int, world: int, kind: str) -> None:
     """A NaN in a gradient that one rank's shard alone has."""
     mesh = meshes()
     module = sharded(mesh, 0)
@@ -308,13 +303,14 @@ def with_nan(rank: int, world: int, kind: str) -> None:
         assert on_all(full(module)) and torch.isfinite(full(module)).all()
 
 
-@pytest.mark.parametrize("kind", ["outer", "parameters"])
-def test_what_is_not_finite_in_one_shard_is_undone_in_all(kind: str) -> None:
-    run(with_nan, 4, kind)
-
-
-def with_a_failure(rank: int, world: int, kind: str, delay: int, fails: int) -> str:
-    """The exchange of the first shard fails, on both nodes, in step `fails`. Returns what each rank says."""
+@pytest.mark.parametrize(
+    "kind, delay, fails", [("outer", 2, EVERY + 1), ("parameters", EVERY, 2 * EVERY - 1)]
+)
+@on_ranks(4)
+def test_what_fails_in_one_shard_is_raised_in_all(
+    rank: int, world: int, kind: str, delay: int, fails: int
+) -> None:
+    """The exchange of the first shard fails, on both nodes, in step `fails`."""
     mesh = meshes()
     module = sharded(mesh, 0)
     optimizer = OPTIMIZERS["Adam"](module.parameters())
@@ -339,22 +335,21 @@ def with_a_failure(rank: int, world: int, kind: str, delay: int, fails: int) -> 
             assert on_all(full(common)), "nothing has moved on any rank, and the node's exchanges are in step"
         outer.average()
         assert on_all(full(module))
-        return str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "kind, delay, fails", [("outer", 2, EVERY + 1), ("parameters", EVERY, 2 * EVERY - 1)]
-)
-def test_what_fails_in_one_shard_is_raised_in_all(kind: str, delay: int, fails: int) -> None:
-    for rank, said in enumerate(run(with_a_failure, 4, kind, delay, fails)):
-        assert ("another shard of this node has failed" if rank % 2 else "broken") in said
+        said = str(raised.value)
+    assert ("another shard of this node has failed" if rank % 2 else "broken") in said
 
 
 def local(module: nn.Module) -> torch.Tensor:
     return torch.cat([own_part(p).detach().flatten().double() for p in module.parameters()])
 
 
-def loses_nothing(rank: int, world: int, error: str) -> float:
+def broken(*_: Any) -> Any:
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("error", ["parameters", "memory"])
+@on_ranks(4)
+def test_what_fails_in_one_shard_loses_nothing_in_any(rank: int, world: int, error: str) -> None:
     """Both nodes' exchange of the first shard fails once, and that of the second shard is fine: returns how
     much of what the optimizers did is missing or doubled, on this rank's shard."""
     mesh = meshes()
@@ -379,17 +374,8 @@ def loses_nothing(rank: int, world: int, error: str) -> float:
         it.average()
         went, mean = local(module) - start, done.clone()
         dist.all_reduce(mean, group=group)
-        return float((went - mean / 2).norm() / (mean / 2).norm())
-
-
-def broken(*_: Any) -> Any:
-    raise RuntimeError("broken")
-
-
-@pytest.mark.parametrize("error", ["parameters", "memory"])
-def test_what_fails_in_one_shard_loses_nothing_in_any(error: str) -> None:
-    for away in run(loses_nothing, 4, error):
-        assert away < 1e-5, f"{away:.1e} of what the optimizers did is missing or doubled"
+        away = float((went - mean / 2).norm() / (mean / 2).norm())
+    assert away < 1e-5, f"{away:.1e} of what the optimizers did is missing or doubled"
 
 
 # ---- checkpoints

@@ -14,7 +14,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import on_ranks, run
 from local_training import backward, network, updates
 from sidcomp import _core
 from sidcomp.doors.ddp import register
@@ -196,7 +196,9 @@ def test_what_one_rank_sends_fails_on_all_ranks_or_on_none(
         assert all(e.endswith("Error") for e in said[:2]), f"nobody noticed: {ends}"
 
 
-def failing(rank: int, world: int, door: str) -> list[str]:
+@pytest.mark.parametrize("door", ["reduce-scatter", "all-gather"])
+@on_ranks(3, group_timeout=20)
+def test_what_fails_on_one_rank_fails_on_all(rank: int, world: int, door: str) -> None:
     """One rank cannot encode, one cannot decode: what each rank raises."""
     trained = Door(door, "int8", {}, world)
     methods = {name: getattr(_core.Plan, name) for name in ("encode", "decode")}
@@ -217,12 +219,6 @@ def failing(rank: int, world: int, door: str) -> list[str]:
         everyone = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(everyone, mine)
         assert all(torch.equal(x, mine) for x in everyone)
-    return said
-
-
-@pytest.mark.parametrize("door", ["reduce-scatter", "all-gather"])
-def test_what_fails_on_one_rank_fails_on_all(door: str) -> None:
-    for rank, said in enumerate(run(failing, 3, door, group_timeout=20)):
-        assert "payload of rank 1" in said[0] if rank != CULPRIT else "number 4711" in said[0], said
-        if len(said) > 1:
-            assert ("failed on rank 1" if rank != CULPRIT else "number 4711") in said[1], said
+    assert "payload of rank 1" in said[0] if rank != CULPRIT else "number 4711" in said[0], said
+    if len(said) > 1:
+        assert ("failed on rank 1" if rank != CULPRIT else "number 4711") in said[1], said

@@ -13,8 +13,22 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import run
-from local_training import KINDS, OPTIMIZERS, alike, backward, flat, go_on, network, sgd, train, updates
+from harness import on_ranks, run
+from local_training import (
+    KINDS,
+    OPTIMIZERS,
+    alike,
+    backward,
+    error_of,
+    flat,
+    learns,
+    mean,
+    network,
+    resumes,
+    sgd,
+    train,
+    updates,
+)
 from sidcomp.local.vectors import Vectors
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,41 +37,78 @@ EVERY = 4
 SLOW = pytest.mark.slow
 
 
-def by_torch(
-    rank: int, world: int, momentum: float, nesterov: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """DiLoCo as torch's own SGD computes it from averaged pseudo-gradients, beside ours with codec none."""
+def cut_in(module: nn.Module, parts: int) -> list[list[nn.Parameter]]:
+    """The parameters of each part: the split of the reversed list whose largest run is the smallest."""
+    p = list(reversed(list(module.parameters())))
+    sizes = [x.numel() for x in p]
+    ways = [(0, *at, len(p)) for at in combinations(range(1, len(p)), parts - 1)]
+    best = min(max(sum(sizes[a:b]) for a, b in pairwise(way)) for way in ways)
+    found = [w for w in ways if max(sum(sizes[a:b]) for a, b in pairwise(w)) == best]
+    assert len(found) == 1, "another network, so that the test knows the cut"
+    return [p[a:b] for a, b in pairwise(found[0])]
 
-    def inner(model: nn.Module, first: int) -> None:
-        for step in range(first, first + EVERY):
-            optimizer.zero_grad()
-            backward(model, rank, step)
-            optimizer.step()
 
-    point, model = network(0), network(0)
-    optimizer = OPTIMIZERS["Adam"](model.parameters())
-    outer = torch.optim.SGD(point.parameters(), lr=0.7, momentum=momentum, nesterov=nesterov)
-    for exchange in range(6):
-        inner(model, exchange * EVERY)
-        for p, q in zip(point.parameters(), model.parameters(), strict=True):
-            p.grad = p.detach() - q.detach()
-            dist.all_reduce(p.grad)
-            p.grad /= world
-        outer.step()
-        model.load_state_dict(point.state_dict())
-    ours = network(rank)  # rank 0's parameters count
-    adam = OPTIMIZERS["Adam"](ours.parameters())
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.02)
+
+
+@pytest.mark.parametrize(
+    "outer, every, delay, parts",
+    [
+        (sgd(), EVERY, 0, 1),
+        (sgd(nesterov=False), EVERY, 0, 1),
+        (sgd(momentum=0.0), EVERY, 0, 1),
+        (sgd(), EVERY, 1, 1),
+        pytest.param(sgd(), EVERY, EVERY, 1, marks=SLOW),
+        (sgd(), 2 * EVERY, 0, 2),
+        (sgd(), 2 * EVERY, 2, 2),
+        pytest.param(sgd(), 2 * EVERY, 1, 3, marks=SLOW),
+        (ADAMW, EVERY, 0, 2),
+    ],
+)
+@on_ranks(2)
+def test_without_a_codec_it_is_diloco(
+    rank: int, world: int, outer: Any, every: int, delay: int, parts: int
+) -> None:
+    """Streaming DiLoCo as torch's own optimizers compute it from averaged pseudo-gradients, a part at a time,
+    each of which is in flight during `delay` steps; beside ours with codec none."""
+    point, model, ours = network(0), network(0), network(rank)  # rank 0's parameters count
+    adam, of_ours = (OPTIMIZERS["Adam"](m.parameters()) for m in (model, ours))
+    points, mine = cut_in(point, parts), cut_in(model, parts)
+    moves = [outer(part) for part in points]
+    left: dict[int, list[torch.Tensor]] = {}  # of the part that is in flight, as it left
+
+    def land(i: int) -> None:
+        moves[i].step()
+        with torch.no_grad():
+            for p, at, x in zip(mine[i], points[i], left.pop(i), strict=True):
+                p.add_(at - x)
+
     with sidcomp.State("none") as state:
-        updates("outer", ours, adam, state, every=EVERY, lr=0.7, momentum=momentum, nesterov=nesterov)
-        train(ours, adam, rank, range(6 * EVERY))
-    assert alike(ours)
-    return flat(model), flat(ours), flat(network(0))
-
-
-@pytest.mark.parametrize("momentum, nesterov", [(0.9, True), (0.9, False), (0.0, False)])
-def test_without_a_codec_it_is_diloco(momentum: float, nesterov: bool) -> None:
-    for theirs, ours, start in run(by_torch, 2, momentum, nesterov):
-        assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
+        how = {"every": every, "delay": delay, "parts": parts, "outer": outer}
+        made = updates("memory", ours, of_ours, state, **how)
+        for step in range(6 * every + delay):
+            train(model, adam, rank, range(step, step + 1))
+            train(ours, of_ours, rank, range(step, step + 1))
+            for i in range(parts):
+                since = step + 1 - i * every // parts
+                if i in left and since % every == delay % every:
+                    land(i)
+                if since >= 0 and since % every == 0:
+                    left[i] = [p.detach().clone() for p in mine[i]]
+                    for p, x in zip(points[i], left[i], strict=True):
+                        p.grad = p.detach() - x
+                        dist.all_reduce(p.grad)
+                        p.grad /= world
+                    if not delay:
+                        land(i)
+            own = flat(ours)
+            with made.common() as common:
+                assert alike(common)
+                torch.testing.assert_close(flat(common), flat(point), rtol=1e-3, atol=1e-4)
+            assert torch.equal(flat(ours), own)
+    assert alike(ours) is (delay == 0 and parts == 1)
+    theirs, ours, start = flat(model), flat(ours), flat(network(0))
+    assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
 
 
 def averaged(rank: int, world: int) -> float:
@@ -69,11 +120,8 @@ def averaged(rank: int, world: int) -> float:
         updates("outer", ours, of_ours, state, every=EVERY, lr=1, momentum=0)
         point = flat(model)
         for step in range(6 * EVERY):
-            for module in (model, ours):
-                module.zero_grad()
-                backward(module, rank, step)
-            adam.step()
-            of_ours.step()
+            train(model, adam, rank, range(step, step + 1))
+            train(ours, of_ours, rank, range(step, step + 1))
             if (step + 1) % EVERY:
                 assert torch.equal(flat(ours), flat(model))
                 continue
@@ -134,77 +182,10 @@ def test_an_optimizer_may_take_a_closure(kind: str) -> None:
         assert far > 0.1 and last < 0.5 * first
 
 
-def delayed(rank: int, world: int, delay: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An exchange is in flight during `delay` steps, beside torch's operations."""
-    model = network(0)
-    adam = OPTIMIZERS["Adam"](model.parameters())
-    point, left, mean = flat(model), flat(model), None
-    u = torch.zeros_like(point)
-    ours = network(rank)
-    of_ours = OPTIMIZERS["Adam"](ours.parameters())
-    with sidcomp.State("none") as state:
-        outer = updates("outer", ours, of_ours, state, every=EVERY, delay=delay)
-        for step in range(6 * EVERY + delay):
-            for module in (model, ours):
-                module.zero_grad()
-                backward(module, rank, step)
-            adam.step()
-            of_ours.step()
-            since = (step + 1) % EVERY
-            if mean is not None and since in (delay, 0):
-                u = 0.9 * u + mean
-                point = point - 0.7 * (mean + 0.9 * u)
-                nn.utils.vector_to_parameters(flat(model) - left + point, model.parameters())
-                mean = None
-                own = flat(ours)
-                with outer.common() as common:
-                    assert alike(common)
-                    torch.testing.assert_close(flat(common), point, rtol=1e-3, atol=1e-4)
-                assert torch.equal(flat(ours), own)
-            if since == 0:
-                left = flat(model)
-                mean = point - left
-                dist.all_reduce(mean)
-                mean /= world
-    return flat(model), flat(ours), flat(network(0))
-
-
-@pytest.mark.parametrize("delay", [1, pytest.param(EVERY, marks=SLOW)])
-def test_an_exchange_in_flight_loses_no_step(delay: int) -> None:
-    for theirs, ours, start in run(delayed, 2, delay):
-        assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
-
-
-def trained(rank: int, world: int) -> tuple[float, float, float]:
-    module, losses = network(rank), []
-    adam = OPTIMIZERS["Adam"](module.parameters())
-    with updates("outer", module, adam, every=EVERY, lr=0.5, momentum=0.6).state as state:
-        for step in range(40 * EVERY):
-            losses += train(module, adam, rank, range(step, step + 1))
-            assert alike(module) is ((step + 1) % EVERY == 0)
-        ratio = state.stats()["ratio"]
-    return sum(losses[:6]), sum(losses[-6:]), ratio
-
-
 def test_the_default_learns_at_few_bytes() -> None:
-    for first, last, ratio in run(trained, 2):
-        assert last < 0.5 * first and ratio > 20
-
-
-def resumed(rank: int, world: int, stop: int, delay: int, parts: int = 1, noise: bool = False) -> bool:
-    """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
-
-    def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
-        module = network(seed)
-        optimizer = OPTIMIZERS["Adam"](module.parameters())
-        how: dict[str, Any] = {"delay": delay, "parts": parts, "noise_correction": noise}
-        outer = updates("outer", module, optimizer, every=EVERY, **how)
-        with outer.state as state:
-            names = {"module": module, "optimizer": optimizer, "state": state, "outer": outer}
-            return go_on(rank, first, last, saved, names)
-
-    whole, again = part(0, 0, 14, None), part(5, stop, 14, part(0, 0, stop, None))
-    return all(torch.equal(whole["module"][name], x) for name, x in again["module"].items())
+    how = {"every": EVERY, "lr": 0.5, "momentum": 0.6}
+    for first, last, stats in run(learns, 2, "outer", "Adam", None, 40, how):
+        assert last < 0.5 * first and stats["ratio"] > 20
 
 
 @pytest.mark.parametrize(
@@ -221,16 +202,17 @@ def resumed(rank: int, world: int, stop: int, delay: int, parts: int = 1, noise:
     ],
 )
 def test_a_resumed_run_has_the_same_bits(stop: int, delay: int, parts: int, noise: bool) -> None:
-    assert all(run(resumed, 2, stop, delay, parts, noise))
+    how = {"every": EVERY, "delay": delay, "parts": parts, "noise_correction": noise}
+    run(resumes, 2, "outer", stop, 14, None, how)
 
 
-def on_ranks(rank: int, world: int, path: str, kind: str, delay: int) -> list[float]:
-    """Two ranks save in the middle between exchanges; three take over. Returns the first and last losses."""
+def taken_over(rank: int, world: int, path: str, kind: str, every: int, delay: int) -> list[float]:
+    """Two ranks save in the middle, between exchanges if `every` > 1; three take over. Returns the losses."""
     module = network(7 * rank)
     optimizer = OPTIMIZERS["Adam"](module.parameters())
     state = sidcomp.State("topk", density=0.1)
     more: dict[str, Any] = {"lr": 0.7, "momentum": 0.5} if kind == "outer" else {}
-    outer = updates(kind, module, optimizer, state, every=EVERY, delay=delay, **more)
+    outer = updates(kind, module, optimizer, state, every=every, delay=delay, **more)
     with state:
         if world == 3:
             files = [torch.load(f"{path}/{r}", weights_only=True) for r in range(2)]
@@ -239,33 +221,42 @@ def on_ranks(rank: int, world: int, path: str, kind: str, delay: int) -> list[fl
             optimizer.load_state_dict(mine["optimizer"])
             state.load_state_dict([f["state"] for f in files])
             outer.load_state_dict(mine["outer"])
-            assert outer.steps == 6 and not outer.flying
+            assert outer.steps == TAKEN and not outer.flying
             point = {name: x for v in outer.vectors for name, x in v.named(v.point).items()}
-            for name, p in module.named_parameters():
-                assert torch.equal(p, point[name]), "the common point"
-                everyone = [torch.empty_like(p) for _ in range(world)]
-                dist.all_gather(everyone, p.detach())
-                assert all(torch.equal(x, p) for x in everyone)
+            kept = error_of(state, module)
+            with outer.common() as common:
+                assert alike(common)
+                assert all(torch.equal(p, point[name]) for name, p in common.named_parameters())
+                own = flat(common) - kept if kind == "parameters" else flat(common)
+            assert torch.equal(flat(module), own)
             if not delay:
                 assert all(torch.equal(mine["outer"]["point"][name], x) for name, x in point.items())
-            kept = torch.cat([x.flatten() for x in state.state_dict()["residuals"].values()]).double()
-            dist.all_reduce(kept)
-            before = sum(
-                torch.cat([x.flatten() for x in f["state"]["residuals"].values()]).double() for f in files
-            )
-            torch.testing.assert_close(kept, before, rtol=0, atol=1e-6)  # the sum of what was not sent
-        losses = train(module, optimizer, rank, range(6 if world == 2 else 40))
+            before = sum(f["error"].double() for f in files)
+            # the sum of what was not sent
+            torch.testing.assert_close(world * mean(kept), before, rtol=0, atol=1e-6)
+        losses = train(module, optimizer, rank, range(TAKEN if world == 2 else 40))
         names = {"module": module, "optimizer": optimizer, "state": state, "outer": outer}
         if world == 2:
-            torch.save({name: x.state_dict() for name, x in names.items()}, f"{path}/{rank}")
+            saved: dict[str, Any] = {name: x.state_dict() for name, x in names.items()}
+            torch.save({**saved, "error": error_of(state, module)}, f"{path}/{rank}")
     return losses
 
 
-@pytest.mark.parametrize("kind, delay", [("memory", 0), ("outer", 0), ("outer", 3)])
-def test_another_number_of_ranks_takes_over(tmp_path: Path, kind: str, delay: int) -> None:
-    before = run(on_ranks, 2, str(tmp_path), kind, delay)
-    after = run(on_ranks, 3, str(tmp_path), kind, delay)
-    assert max(sum(x[-4:]) for x in after) < 0.8 * min(sum(x[:4]) for x in before)
+TAKEN = 9 * EVERY + 2  # steps before the checkpoint
+
+
+@pytest.mark.parametrize(
+    "kind, every, delay",
+    [
+        *[("memory", EVERY, 0), ("outer", EVERY, 0), ("outer", EVERY, 3)],
+        *[("parameters", 1, 0), ("parameters", 1, 1), ("parameters", EVERY, EVERY)],
+    ],
+)
+def test_another_number_of_ranks_takes_over(tmp_path: Path, kind: str, every: int, delay: int) -> None:
+    before, after = (run(taken_over, world, str(tmp_path), kind, every, delay) for world in (2, 3))
+    first = min(sum(x[:4]) for x in before)
+    assert max(sum(x[:4]) for x in after) < 0.7 * first, "it goes on from there"
+    assert max(sum(x[-4:]) for x in after) < 0.7 * first
 
 
 def with_nan(rank: int, world: int) -> None:
@@ -274,12 +265,8 @@ def with_nan(rank: int, world: int) -> None:
     outer = updates("outer", module, inner, every=1, momentum=0.5)
     with outer.state:
         for step in range(6):
-            module.zero_grad()
-            backward(module, rank, step)
             before, momentum = flat(module), outer.state_dict()["outer"]["momentum"]
-            if step == 3 and rank == 1:
-                next(module.parameters()).grad[0, 0] = float("nan")
-            inner.step()
+            train(module, inner, rank, range(step, step + 1), nan=3)
             if step == 3:
                 assert torch.equal(flat(module), before)
                 kept = outer.state_dict()["outer"]["momentum"]
@@ -293,11 +280,7 @@ def with_nan_in_flight(rank: int, world: int) -> None:
     outer = updates("outer", module, inner, every=2, delay=1)
     with outer.state:
         for step in range(8):
-            module.zero_grad()
-            backward(module, rank, step)
-            if step == 3 and rank == 1:
-                next(module.parameters()).grad[0, 0] = float("nan")
-            inner.step()
+            train(module, inner, rank, range(step, step + 1), nan=3)
             if step == 4:  # the exchange that began with the NaN has ended
                 with outer.common() as common:
                     before = flat(common)
@@ -312,62 +295,6 @@ def test_what_is_not_finite_is_undone() -> None:
 
 
 # ---- parts
-
-
-def cut_in(module: nn.Module, parts: int) -> list[list[nn.Parameter]]:
-    """The parameters of each part: the split of the reversed list whose largest run is the smallest."""
-    p = list(reversed(list(module.parameters())))
-    sizes = [x.numel() for x in p]
-    ways = [(0, *at, len(p)) for at in combinations(range(1, len(p)), parts - 1)]
-    best = min(max(sum(sizes[a:b]) for a, b in pairwise(way)) for way in ways)
-    found = [w for w in ways if max(sum(sizes[a:b]) for a, b in pairwise(w)) == best]
-    assert len(found) == 1, "another network, so that the test knows the cut"
-    return [p[a:b] for a, b in pairwise(found[0])]
-
-
-def by_parts(
-    rank: int, world: int, delay: int, parts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A part is exchanged at a time, beside torch's operations."""
-    model, ours = network(0), network(rank)
-    adam, of_ours = (OPTIMIZERS["Adam"](m.parameters()) for m in (model, ours))
-    mine = cut_in(model, parts)
-    point = [[p.detach().clone() for p in part] for part in mine]
-    u = [[torch.zeros_like(p) for p in part] for part in mine]
-    flying: tuple[int, list[torch.Tensor], list[torch.Tensor]] | None = None
-    with sidcomp.State("none") as state:
-        outer = updates("outer", ours, of_ours, state, every=2 * EVERY, delay=delay, parts=parts)
-        for step in range(8 * EVERY + 1):
-            for module in (model, ours):
-                module.zero_grad()
-                backward(module, rank, step)
-            adam.step()
-            of_ours.step()
-            for i in range(parts):
-                since = (step + 1 - i * 2 * EVERY // parts) % (2 * EVERY)
-                if since == 0 and step + 1 >= i * 2 * EVERY // parts:
-                    left = [p.detach().clone() for p in mine[i]]
-                    mean = [a - b for a, b in zip(point[i], left, strict=True)]
-                    for m in mean:
-                        dist.all_reduce(m)
-                    flying = i, left, [m / world for m in mean]
-                if flying is not None and flying[0] == i and since == delay:
-                    for n, (p, left, m) in enumerate(zip(mine[i], *flying[1:], strict=True)):
-                        u[i][n] = 0.9 * u[i][n] + m
-                        point[i][n] = point[i][n] - 0.7 * (m + 0.9 * u[i][n])
-                        with torch.no_grad():
-                            p.add_(point[i][n] - left)
-                    flying = None
-            with outer.common() as common:
-                assert alike(common)
-    assert not alike(ours)
-    return flat(model), flat(ours), flat(network(0))
-
-
-@pytest.mark.parametrize("delay, parts", [(0, 2), (2, 2), pytest.param(1, 3, marks=SLOW)])
-def test_a_part_at_a_time_is_streaming_diloco(delay: int, parts: int) -> None:
-    for theirs, ours, start in run(by_parts, 2, delay, parts):
-        assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
 
 
 def peak(rank: int, world: int, parts: int) -> tuple[list[int], float]:
@@ -394,7 +321,8 @@ def test_parts_send_as_much_but_less_at_a_time() -> None:
     assert better < 0.6
 
 
-def with_nan_in_a_part(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_is_not_finite_in_one_part_is_undone_in_all(rank: int, world: int) -> None:
     module = network(0)
     inner = OPTIMIZERS["SGD"](module.parameters())
     outer = updates("outer", module, inner, every=4, parts=2)
@@ -412,10 +340,6 @@ def with_nan_in_a_part(rank: int, world: int) -> None:
                 assert torch.equal(flat(module), before), "all parts are undone, or NaN would come back"
         outer.average()
         assert alike(module) and torch.isfinite(flat(module)).all()
-
-
-def test_what_is_not_finite_in_one_part_is_undone_in_all() -> None:
-    run(with_nan_in_a_part, 2)
 
 
 # ---- in the host's memory
@@ -545,7 +469,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def wrong_arguments(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_a_wrong_argument_is_named_and_nothing_is_changed(rank: int, world: int) -> None:
     """Every wrong argument alone, beside good ones; the last line has all good."""
     module = network(rank)
     before, texts = flat(module), []
@@ -565,16 +490,13 @@ def wrong_arguments(rank: int, world: int) -> list[str]:
         else:
             texts.append("")
             made.state.close()
-    return texts
+    for text, (kind, wrong, said) in zip(texts, [*WRONG, ("outer", {}, "")], strict=True):
+        assert said in text and bool(said) is bool(text), (kind, wrong)
 
 
-def test_a_wrong_argument_is_named_and_nothing_is_changed() -> None:
-    for texts in run(wrong_arguments, 2):
-        for text, (kind, wrong, said) in zip(texts, [*WRONG, ("outer", {}, "")], strict=True):
-            assert said in text and bool(said) is bool(text), (kind, wrong)
-
-
-def wrong_checkpoints(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_wrong_checkpoint_is_named_and_nothing_is_changed(rank: int, world: int, kind: str) -> None:
     """What is wrong is named, and nothing has changed."""
     module = network(rank)
     adam = OPTIMIZERS["Adam"](module.parameters())
@@ -614,11 +536,8 @@ def wrong_checkpoints(rank: int, world: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_checkpoint_is_named_and_nothing_is_changed(kind: str) -> None:
-    run(wrong_checkpoints, 2, kind)
-
-
-def without_the_delay(rank: int, world: int, kind: str) -> None:
+@on_ranks(2)
+def test_what_is_in_flight_is_not_lost_without_the_delay(rank: int, world: int, kind: str) -> None:
     """What was in flight when a run was saved is not lost if it goes on without a delay."""
     points = []
     saved: dict[str, Any] = {}
@@ -647,75 +566,28 @@ def without_the_delay(rank: int, world: int, kind: str) -> None:
     assert torch.equal(points[0], points[2]) and torch.equal(points[1], points[3])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_in_flight_is_not_lost_without_the_delay(kind: str) -> None:
-    run(without_the_delay, 2, kind)
-
-
-def by_another_optimizer(rank: int, world: int) -> None:
-    """The point of one run moves by AdamW of torch, whose state a checkpoint has."""
-
-    def goes(first: int, last: int, saved: dict[str, Any] | None) -> tuple[torch.Tensor, dict[str, Any]]:
-        module = network(rank)
-        adam = OPTIMIZERS["Adam"](module.parameters())
-        outer = functools.partial(torch.optim.AdamW, lr=0.02)
-        made = updates("memory", module, adam, sidcomp.State("none"), every=EVERY, parts=2, outer=outer)
-        with made.state as state:
-            names = {"module": module, "optimizer": adam, "state": state, "outer": made}
-            kept = go_on(rank, first, last, saved, names)
-            with pytest.raises(sidcomp.CheckpointError, match='"outer"'):
-                made.load_state_dict({**kept["outer"], "outer": None})
-            with made.common() as common:
-                return flat(common), kept
-
-    point, model = network(0), network(0)
-    adam = OPTIMIZERS["Adam"](model.parameters())
-    halves = cut_in(point, 2), cut_in(model, 2)
-    moves = [torch.optim.AdamW(half, lr=0.02) for half in halves[0]]
-    for step in range(5 * EVERY):
-        train(model, adam, rank, range(step, step + 1))
-        for i, at in enumerate((0, EVERY // 2)):
-            if (step + 1) % EVERY == at:
-                for p, q in zip(halves[0][i], halves[1][i], strict=True):
-                    p.grad = p.detach() - q.detach()
-                    dist.all_reduce(p.grad)
-                    p.grad /= world
-                moves[i].step()
-                with torch.no_grad():
-                    for p, q in zip(halves[0][i], halves[1][i], strict=True):
-                        q.copy_(p)
-    ours, _ = goes(0, 5 * EVERY, None)
-    _, saved = goes(0, 7, None)
-    again, _ = goes(7, 5 * EVERY, saved)
-    assert torch.equal(again, ours)
-    assert (flat(point) - ours).norm() < 1e-4 * (ours - flat(network(0))).norm()
-
-
-def test_another_optimizer_of_torch_moves_the_point() -> None:
-    run(by_another_optimizer, 2)
-
-
-def without_a_memory(rank: int, world: int, codec: dict[str, Any]) -> tuple[float, float]:
-    """What is not sent is lost, but the ranks meet; error="parameters" has no place for it, and refuses."""
-    module, losses = network(rank), []
+@on_ranks(2)
+def test_a_checkpoint_has_the_state_of_another_optimizer_of_the_point(rank: int, world: int) -> None:
+    """Without the state of its outer optimizer a checkpoint is refused; with it, the run goes on."""
+    how = {"every": EVERY, "parts": 2, "outer": ADAMW}
+    _, saved = resumes(rank, world, "memory", 7, 5 * EVERY, {"codec": "none"}, how)
+    module = network(0)
     adam = OPTIMIZERS["Adam"](module.parameters())
-    with pytest.raises(sidcomp.ArgumentError, match="memory that keeps what was not sent"):
-        updates("parameters", module, adam, sidcomp.State(**codec, memory="none"))
-    with sidcomp.State(**codec, memory="none") as state:
-        updates("outer", module, adam, state, every=EVERY)
-        for step in range(30 * EVERY):
-            losses += train(module, adam, rank, range(step, step + 1))
-            assert alike(module) is ((step + 1) % EVERY == 0)
-    return sum(losses[:6]), sum(losses[-6:])
+    made = updates("memory", module, adam, sidcomp.State("none"), **how)
+    with made.state, pytest.raises(sidcomp.CheckpointError, match='"outer"'):
+        made.load_state_dict({**saved, "outer": None})
 
 
 @pytest.mark.parametrize("codec", [{"codec": "qsgd"}, {"codec": "topk", "density": 0.3}])
 def test_without_a_memory_the_ranks_meet(codec: dict[str, Any]) -> None:
-    for first, last in run(without_a_memory, 2, codec):
+    """What is not sent is lost; error="parameters" has no place for it: see its test."""
+    settings = {**codec, "memory": "none"}
+    for first, last, _ in run(learns, 2, "outer", "Adam", settings, 30, {"every": EVERY}):
         assert last < 0.8 * first
 
 
-def of_another_model(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_other_models_are_refused(rank: int, world: int) -> None:
     other = nn.Sequential(nn.Linear(12, 40 + rank), nn.Linear(40 + rank, 3))
     with pytest.raises(sidcomp.SetupError) as different:
         updates("outer", other, OPTIMIZERS["SGD"](other.parameters()), sidcomp.State("none"))
@@ -726,27 +598,8 @@ def of_another_model(rank: int, world: int) -> str:
         train(module, sgd, rank, range(2))
     train(module, sgd, rank, range(2, 3))  # the State is closed, and the optimizer steps alone
     assert made.steps == 2 and not alike(module)
-    return str(different.value)
-
-
-def test_other_models_are_refused() -> None:
-    for different in run(of_another_model, 2):
-        assert "rank 1 has '0.weight' of float32 [41, 12] where rank 0 has '0.weight'" in different
-
-
-def unlike(rank: int, world: int) -> list[str]:
-    """What the doors say if rank 1 has other arguments, another optimizer or another buffer."""
-    said = []
-    for door, first, second in UNLIKE:
-        how = {"optimizer": "Adam", **(second if rank else first)}
-        module = network(0)
-        if "buffer" in how:
-            module.register_buffer("seen", torch.zeros(how.pop("buffer")))
-        optimizer = OPTIMIZERS[how.pop("optimizer")](module.parameters())
-        with pytest.raises(sidcomp.SetupError) as error:
-            updates(door, module, optimizer, sidcomp.State("none"), **how)
-        said.append(str(error.value))
-    return said
+    different = str(different.value)
+    assert "rank 1 has '0.weight' of float32 [41, 12] where rank 0 has '0.weight'" in different
 
 
 UNLIKE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -762,15 +615,24 @@ UNLIKE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_ranks_that_would_exchange_something_else_are_refused() -> None:
-    """Else an exchange of two sizes ends a process, or the common points drift apart without a word."""
-    for said in run(unlike, 2):
-        for (_, first, second), text in zip(UNLIKE, said, strict=True):
-            (name,) = (n for n in second if second[n] != first[n])
-            what = {"optimizer": "corrected=0", "buffer": "'buffer seen'"}.get(
-                name, f"{name}={second[name]!r}"
-            )
-            assert re.search(rf"rank 1 has .*{re.escape(what)}", text), text
+@on_ranks(2)
+def test_ranks_that_would_exchange_something_else_are_refused(rank: int, world: int) -> None:
+    """Else an exchange of two sizes ends a process, or the common points drift apart without a word. What the
+    doors say if rank 1 has other arguments, another optimizer or another buffer."""
+    said = []
+    for door, first, second in UNLIKE:
+        how = {"optimizer": "Adam", **(second if rank else first)}
+        module = network(0)
+        if "buffer" in how:
+            module.register_buffer("seen", torch.zeros(how.pop("buffer")))
+        optimizer = OPTIMIZERS[how.pop("optimizer")](module.parameters())
+        with pytest.raises(sidcomp.SetupError) as error:
+            updates(door, module, optimizer, sidcomp.State("none"), **how)
+        said.append(str(error.value))
+    for (_, first, second), text in zip(UNLIKE, said, strict=True):
+        (name,) = (n for n in second if second[n] != first[n])
+        what = {"optimizer": "corrected=0", "buffer": "'buffer seen'"}.get(name, f"{name}={second[name]!r}")
+        assert re.search(rf"rank 1 has .*{re.escape(what)}", text), text
 
 
 # ---- exchanges
@@ -806,11 +668,8 @@ def over(rank: int, world: int, exchange: str, codec: str, more: dict[str, Any])
         loopback = sidcomp.simulation.Loopback(world, exchange, codec, n=len(point), **more)
         u = torch.zeros_like(point)
         for step in range(5 * EVERY):
-            for module in (model, ours):
-                module.zero_grad()
-                backward(module, rank, step)
-            adam.step()
-            of_ours.step()
+            train(model, adam, rank, range(step, step + 1))
+            train(ours, of_ours, rank, range(step, step + 1))
             assert alike(ours) is ((step + 1) % EVERY == 0), "the replicas have the same bits"
             if (step + 1) % EVERY:
                 continue

@@ -24,8 +24,8 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import context, run
-from local_training import OPTIMIZERS, alike, flat, go_on, network, updates
+from harness import context, on_ranks, run
+from local_training import OPTIMIZERS, alike, flat, network, resumes, updates
 from local_training import train as train_on
 from sidcomp.local import rendezvous as rounds
 from sidcomp.local.steps import Updates
@@ -323,7 +323,9 @@ def examine(answers: list[dict[str, Any]], rounds_of_all: int) -> None:
 # ---- nobody is late
 
 
-def beside(rank: int, world: int, codec: str, delay: int) -> bool:
+@pytest.mark.parametrize("codec, delay", [("topk", 0), ("int4", 2), pytest.param("none", 0, marks=SLOW)])
+@on_ranks(2)
+def test_if_nobody_is_late_a_deadline_changes_no_bit(rank: int, world: int, codec: str, delay: int) -> None:
     """Whether a run with a deadline that nobody misses has the bits of one without."""
 
     def points(deadline: float | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -342,33 +344,14 @@ def beside(rank: int, world: int, codec: str, delay: int) -> bool:
                 1
             ].running_mean.clone() if not delay else torch.zeros(3)
 
-    return all(torch.equal(x, y) for x, y in zip(points(None), points(60.0), strict=True))
-
-
-@pytest.mark.parametrize("codec, delay", [("topk", 0), ("int4", 2), pytest.param("none", 0, marks=SLOW)])
-def test_if_nobody_is_late_a_deadline_changes_no_bit(codec: str, delay: int) -> None:
-    assert all(run(beside, 2, codec, delay))
-
-
-def resumed(rank: int, world: int, stop: int, delay: int) -> bool:
-    """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
-
-    def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
-        module = network(seed)
-        adam = OPTIMIZERS["Adam"](module.parameters())
-        outer = updates("outer", module, adam, every=EVERY, delay=delay, deadline=60.0, momentum=0.5)
-        with outer.state as state:
-            names = {"module": module, "optimizer": adam, "state": state, "outer": outer}
-            return go_on(rank, first, last, saved, names)
-
-    whole, again = part(0, 0, 11, None), part(5, stop, 11, part(0, 0, stop, None))
-    same = all(torch.equal(whole["module"][name], x) for name, x in again["module"].items())
-    return same and whole["outer"]["rounds"]["version"] == again["outer"]["rounds"]["version"] == 3
+    assert all(torch.equal(x, y) for x, y in zip(points(None), points(60.0), strict=True))
 
 
 @pytest.mark.parametrize("stop, delay", [(7, 2), pytest.param(5, 0, marks=SLOW)])
 def test_a_resumed_run_has_the_same_bits(stop: int, delay: int) -> None:
-    assert all(run(resumed, 2, stop, delay))
+    how = {"every": EVERY, "delay": delay, "deadline": 60.0, "momentum": 0.5}
+    for whole, again in run(resumes, 2, "outer", stop, 11, None, how):
+        assert whole["rounds"]["version"] == again["rounds"]["version"] == 3
 
 
 def on_fewer(rank: int, world: int, path: str, delay: int, lost: int) -> list[float]:
@@ -612,7 +595,9 @@ def test_what_a_deadline_cannot_do_is_refused() -> None:
     run(refused, 1)
 
 
-def differs(rank: int, world: int) -> None:
+@SLOW
+@on_ranks(3)
+def test_a_rank_with_another_model_is_refused_alone(rank: int, world: int) -> None:
     """Another model is refused on the rank that has it, which does not disturb the others."""
     others = dist.new_group([0, 1])
     module = network(0) if rank < 2 else nn.Linear(12, 3)
@@ -628,8 +613,3 @@ def differs(rank: int, world: int) -> None:
     everyone = [torch.empty_like(flat(module)) for _ in range(2)]
     dist.all_gather(everyone, flat(module), group=others)
     assert torch.equal(*everyone)
-
-
-@SLOW
-def test_a_rank_with_another_model_is_refused_alone() -> None:
-    run(differs, 3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from harness import run
+from harness import on_ranks, run
 from sidcomp.config import accuracy
 from sidcomp.doors.ddp import register, rewrap
 from sidcomp.doors.optimizer_check import check_optimizer
@@ -294,7 +294,8 @@ def test_nothing_is_said_twice_or_where_a_checkpoint_has_chosen() -> None:
     assert run(later, 2) == [1, 0]
 
 
-def strictly(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_strict_refuses_it_before_the_parameters_move(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(MODEL())
     adam = AdamW(ddp.parameters(), lr=0.01)
     state = sidcomp.State()
@@ -309,11 +310,8 @@ def strictly(rank: int, world: int) -> None:
     state.close()
 
 
-def test_strict_refuses_it_before_the_parameters_move() -> None:
-    run(strictly, 2)
-
-
-def collected(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_it_keeps_nothing_alive(rank: int, world: int) -> None:
     """A State that nobody closed: the hook keeps neither it nor an optimizer, and the next State's removes
     it."""
     ddp = DistributedDataParallel(MODEL())
@@ -337,11 +335,8 @@ def collected(rank: int, world: int) -> None:
         other(torch.ones(8, 20)).square().mean().backward()
 
 
-def test_it_keeps_nothing_alive() -> None:
-    run(collected, 1)
-
-
-def beside_updates(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_updates_are_what_it_advises(rank: int, world: int) -> None:
     module = MODEL()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -352,7 +347,3 @@ def beside_updates(rank: int, world: int) -> None:
             module(torch.ones(8, 20)).square().mean().backward()
             adamw.step()
         state.close()
-
-
-def test_updates_are_what_it_advises() -> None:
-    run(beside_updates, 2)

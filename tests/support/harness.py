@@ -2,6 +2,9 @@
 
     results = run(function, 2, *arguments)        # function(rank, world, *arguments) on every rank
 
+    @on_ranks(2)
+    def test_something(rank, world, *parameters)  # a test whose ranks judge by themselves
+
 The processes are forked from a server that has torch imported already, so that a rank costs milliseconds, and
 every test has processes of its own: no state leaks from one test to the next, and a test may kill a rank.
 `function` must be importable (top level of a test module); arguments and results are pickled. Ranks meet
@@ -12,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -145,6 +150,27 @@ def run(
     except HungAtEnd as e:
         warnings.warn(f"running {function.__name__} again: {e}", stacklevel=2)
         return _run(function, world, arguments, dying, hard_limit, group_timeout, backend)
+
+
+def on_ranks(world: int | None = None, **how: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of a function that judges by itself on each rank. None: as many ranks as its parameter
+    `world` says. how: of `run`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        _, of_world, *others = inspect.signature(function).parameters.values()
+
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            ranks = given["world"] if world is None else world
+            run(function, ranks, *(given[p.name] for p in others), **how)
+
+        shown = [of_world, *others] if world is None else others
+        test.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        test.on_rank = function  # type: ignore[attr-defined]
+        function.__qualname__ += ".on_rank"  # by which the ranks find it, since its name is the test's
+        return test
+
+    return decorate
 
 
 def _run(

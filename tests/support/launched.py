@@ -88,6 +88,15 @@ def example(name: str, *arguments: str) -> object:
     return 0
 
 
+def refusal(do: Callable[[], Any]) -> str:
+    """What sidcomp's error says; "": there was none."""
+    try:
+        do()
+    except sidcomp.SidcompError as e:
+        return str(e)
+    return ""
+
+
 def network() -> nn.Module:
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 5))

@@ -20,6 +20,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
 }
+Given = sidcomp.State | dict[str, Any] | None  # a State, what to make one of, or None: see `updates`
 KINDS = ("parameters", "memory", "outer")  # of updates, see `updates`
 
 
@@ -29,12 +30,11 @@ def sgd(lr: float = 0.7, momentum: float = 0.9, nesterov: bool = True) -> Any:
     return functools.partial(torch.optim.SGD, lr=lr, **how)
 
 
-def updates(
-    kind: str, module: nn.Module, optimizers: Any, state: sidcomp.State | None = None, **how: Any
-) -> Updates:
+def updates(kind: str, module: nn.Module, optimizers: Any, state: Given = None, **how: Any) -> Updates:
     """kind: "parameters": the error is there; "memory": it is in the State's memory, and the point moves by
     the mean; "outer": by SGD, of which `how` may have lr, momentum and nesterov. Without them it is that of
     DiLoCo if the State is lossless, else of SparseLoCo, which is also the State that None stands for."""
+    state = sidcomp.State(**state) if isinstance(state, dict) else state
     if kind == "outer":
         state = sidcomp.State(OUTER[0], **OUTER[1]) if state is None else state
         lossy = not isinstance(state, sidcomp.State) or state.settings.lossy
@@ -99,14 +99,33 @@ def error_of(state: sidcomp.State, module: nn.Module) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
-    """Takes steps. Returns their losses."""
+def train(
+    module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range, nan: int | None = None
+) -> list[float]:
+    """Takes steps. Returns their losses. nan: the step in which one gradient of rank 1 is not finite."""
     losses = []
     for step in steps:
         module.zero_grad()
         losses.append(backward(module, rank, step))
+        if step == nan and rank == 1:
+            next(module.parameters()).grad.view(-1)[0] = float("nan")
         optimizer.step()
     return losses
+
+
+def learns(
+    rank: int, world: int, kind: str, optimizer: str, settings: Given, exchanges: int, how: dict[str, Any]
+) -> tuple[float, float, dict[str, Any]]:
+    """Trains on updates; the ranks have the same bits after each exchange, and not in between. Returns the
+    sum of the first and of the last losses, and the State's counts."""
+    module, losses = network(rank), []
+    inner = OPTIMIZERS[optimizer](module.parameters())
+    made = updates(kind, module, inner, settings, **how)
+    with made.state as state:
+        for step in range(exchanges * made.every):
+            losses += train(module, inner, rank, range(step, step + 1))
+            assert alike(module) is ((step + 1) % made.every == 0)
+        return sum(losses[:6]), sum(losses[-6:]), state.stats()
 
 
 def go_on(
@@ -119,3 +138,25 @@ def go_on(
             part.load_state_dict(saved[name])
     train(parts["module"], parts["optimizer"], rank, range(first, last))
     return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+
+
+def resumes(
+    rank: int, world: int, kind: str, stop: int, steps: int, settings: Given, how: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A run that is stopped after `stop` steps and resumed has the bits of one that is not. Returns what the
+    checkpoints at the end of the two have of the updates."""
+
+    def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
+        module = network(seed)
+        optimizer = OPTIMIZERS["AdamW"](module.parameters())
+        made = updates(kind, module, optimizer, settings, **how)
+        with made.state as state:
+            parts = {"module": module, "optimizer": optimizer, "state": state, "updates": made}
+            return go_on(rank, first, last, saved, parts)
+
+    whole = part(0, 0, steps, None)
+    again = part(7, stop, steps, part(0, 0, stop, None))  # other parameters until the checkpoint is loaded
+    ends = [whole["updates"], again["updates"]]
+    for one, other in ((whole["module"], again["module"]), [end["point"] for end in ends]):
+        assert one and all(torch.equal(x, other[name]) for name, x in one.items())
+    return ends

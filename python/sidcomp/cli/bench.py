@@ -92,10 +92,8 @@ def bench_command(
     except (SidcompError, ValueError, OSError) as e:
         raise typer.BadParameter(str(e)) from None
     if save is not None and not as_json:
-        print(
-            f"{save}: the costs are measured; the model and its step of {step_ms:g} ms are "
-            f"{'given' if model is not None else 'assumed'}"
-        )
+        known = "given" if model is not None else "assumed"
+        print(f"{save}: the costs are measured; the model and its step of {step_ms:g} ms are {known}")
 
 
 def _check(seconds: float, step_ms: float) -> None:

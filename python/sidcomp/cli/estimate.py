@@ -35,18 +35,29 @@ class Device(str, Enum):
     gpu = "gpu"
 
 
+Network = Annotated[
+    str,
+    typer.Option(
+        help="The network of a node: 10gbit; 500mbit/110mbit down and up; or a profile that `sidcomp "
+        "bench --save` has measured between the hosts."
+    ),
+]
+Trains = Annotated[
+    Optimizer | None,
+    typer.Option(
+        case_sensitive=False,
+        help='What trains, which decides what State("auto") may choose: Adam stands for AdamW and all '
+        "with two betas, SGD for the others. Without it: both.",
+    ),
+]
+
+
 def estimate_command(
     model: Annotated[
         str,
         typer.Option(help="parameters.json, a Hugging Face config.json, torchvision:NAME or timm:NAME."),
     ],
-    link: Annotated[
-        str,
-        typer.Option(
-            help="The network of a node: 10gbit; 500mbit/110mbit down and up; or a profile that `sidcomp "
-            "bench --save` has measured between the hosts."
-        ),
-    ],
+    link: Network,
     ranks: Annotated[int, typer.Option(parser=count, metavar="N", help="How many ranks train together.")],
     step_ms: Annotated[
         float, typer.Option(help="Milliseconds of a step of one rank alone, without communication.")
@@ -59,14 +70,7 @@ def estimate_command(
     ] = 1,
     node_gbit: Annotated[float, typer.Option(help="Gbit/s between ranks of a node.")] = 400.0,
     codec: Codecs = None,
-    optimizer: Annotated[
-        Optimizer | None,
-        typer.Option(
-            case_sensitive=False,
-            help='What trains, which decides what State("auto") may choose: Adam stands for AdamW and all '
-            "with two betas, SGD for the others. Without it: both.",
-        ),
-    ] = None,
+    optimizer: Trains = None,
     loss_budget: Annotated[
         float,
         typer.Option(

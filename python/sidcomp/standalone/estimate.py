@@ -157,7 +157,8 @@ def estimate(
     ways = {label: way for some in (*auto.values(), local, sent) for label, way in some.items()}
     given = {_label(spec): spec for spec in (*(spec for spec, _ in known), OUTER, *codecs)}
     costs = _Costs(model, step_ms, ranks, link, compute, ranks_per_node, ways, given)
-    spaced: list[tuple[str, int, dict[str, Loss]]] = [(DENSE, every, {}), (_label(OUTER), every, {})]
+    spaced = [(_label(spec), n, _losses(_label(spec), n, optimizers, ranks)) for spec, n in known]
+    spaced += [(DENSE, every, {}), (_label(OUTER), every, {})]
     found = Estimate(
         model.elements,
         len(model.parameters),
@@ -174,12 +175,7 @@ def estimate(
         ),
         {name: costs.planned(among, name) for name, among in auto.items()},
         tuple(
-            costs.local(label, steps, losses)
-            for label, steps, losses in (
-                *((_label(spec), n, _losses(_label(spec), n, optimizers, ranks)) for spec, n in known),
-                *spaced,
-            )
-            if label in costs.bytes_of
+            costs.local(label, steps, losses) for label, steps, losses in spaced if label in costs.bytes_of
         ),
         {label: why for label, why in costs.refused.items() if label in sent},
         budget,
