@@ -152,29 +152,17 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
 
 static const char *const roundings[] = {"nearest", "stochastic", NULL};
 static const sid_param params[] = {
-    [LINEAR_ROUNDING] = {.name = "rounding",
-                         .kind = SID_CHOICE,
-                         .dflt = 0,
-                         .min = 0,
-                         .max = 1,
-                         .unit = "",
-                         .choices = roundings,
-                         .doc = "nearest: to the nearest number, ties to even. stochastic: to one of the two neighbors "
-                                "at random, so that what a rank sends is right on average. An all-reduce adds up in 16 "
-                                "bits, rounding to nearest; two-shot adds up in float32, and its mean is right, too."},
-};
+    [LINEAR_ROUNDING] = SID_CHOICE_ROW(
+        "rounding", roundings, 0, 1,
+        "nearest: to the nearest number, ties to even. stochastic: to one of the two neighbors at random, so that what "
+        "a "
+        "rank sends is right on average. An all-reduce adds up in 16 bits, rounding to nearest; two-shot adds up in "
+        "float32, and its mean is right, too.")};
 
 #define LINEAR_CODEC(symbol, ...)                                                                                      \
-    const sid_codec sid_codec_##symbol = {.info = {.family = "dense", __VA_ARGS__},                                    \
-                                          .plan = plan_##symbol,                                                       \
-                                          .begin = begin,                                                              \
-                                          .tile = tile,                                                                \
-                                          .finish = finish,                                                            \
-                                          .keep = keep,                                                                \
-                                          .none = rule_none,                                                           \
-                                          .check = check,                                                              \
-                                          .open = linear_open,                                                         \
-                                          .decode = decode}
+    const sid_codec sid_codec_##symbol = {                                                                             \
+        .info = {.family = "dense", __VA_ARGS__},                                                                      \
+        SID_STAGES(plan_##symbol, begin, tile, finish, keep, rule_none, check, linear_open, decode)}
 
 LINEAR_CODEC(
     none, .name = "none", .memory = "none", .paper = "", .wire_id = 1,

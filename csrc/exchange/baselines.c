@@ -145,7 +145,7 @@ const sid_exchange_kind sid_exchange_cascade = {
              .paper = "Cascading compression: Marsit (Wu et al. 2022), section 3.2 and appendix A",
              .doc = "A ring on which every hop decodes, adds and encodes again. Marsit shows that this does not work.",
              .wire_id = 7},
-    SID_ROUNDS(plan_cascade, messages_cascade, advance_cascade, finish_cascade, no_parts, sid_whole_part),
+    SID_EXCHANGE_STAGES(plan_cascade, messages_cascade, advance_cascade, finish_cascade, no_parts, sid_whole_part),
 };
 
 /* ---- expand -------------------------------------------------------------------------------------------------- */
@@ -289,5 +289,5 @@ const sid_exchange_kind sid_exchange_expand = {
              .doc = "A ring on which signs are summed in 1 to ceil(log2(W + 1)) bits per element. The result is the "
                     "exact vote or mean.",
              .wire_id = 8},
-    SID_ROUNDS(plan_expand, messages_expand, advance_expand, finish_expand, sid_one_part, sid_whole_part),
+    SID_EXCHANGE_STAGES(plan_expand, messages_expand, advance_expand, finish_expand, sid_one_part, sid_whole_part),
 };

@@ -52,7 +52,7 @@ typedef struct sid_exchange_kind {
 } sid_exchange_kind;
 
 /* The functions that every exchange has, in the order of their fields. */
-#define SID_ROUNDS(plan_, messages_, advance_, finish_, parts_, part_)                                                 \
+#define SID_EXCHANGE_STAGES(plan_, messages_, advance_, finish_, parts_, part_)                                        \
     .plan = plan_, .messages = messages_, .advance = advance_, .finish = finish_, .parts = parts_, .part = part_
 
 struct sid_exchange {

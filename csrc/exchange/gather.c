@@ -82,7 +82,7 @@ const sid_exchange_kind sid_exchange_allgather = {
              .doc = "Every rank gets every payload and decodes all of them. This is the default of codecs that are not "
                     "linear.",
              .wire_id = 2},
-    SID_ROUNDS(plan_gather, gather_messages, gather_advance, gather_finish, sid_one_part, sid_whole_part),
+    SID_EXCHANGE_STAGES(plan_gather, gather_messages, gather_advance, gather_finish, sid_one_part, sid_whole_part),
 };
 
 /* ---- allreduce ----------------------------------------------------------------------------------------------- */
@@ -256,7 +256,7 @@ const sid_exchange_kind sid_exchange_allreduce = {
              .doc = "Payloads of linear codecs are summed on the way, like the gradients of plain DDP. Each rank sums "
                     "a slice.",
              .wire_id = 1},
-    SID_ROUNDS(plan_reduce, reduce_messages, reduce_advance, reduce_finish, sid_one_part, sid_whole_part),
+    SID_EXCHANGE_STAGES(plan_reduce, reduce_messages, reduce_advance, reduce_finish, sid_one_part, sid_whole_part),
 };
 
 const char *sid_usual_exchange(const sid_info *codec) {

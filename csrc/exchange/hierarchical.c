@@ -363,7 +363,7 @@ const sid_exchange_kind sid_exchange_hierarchical = {
                     "the vector.",
              SID_PARAMETERS(params),
              .wire_id = 6},
-    SID_ROUNDS(plan, messages, advance, finish, parts, part),
+    SID_EXCHANGE_STAGES(plan, messages, advance, finish, parts, part),
     .meanwhile = meanwhile,
     .undo = undo,
 };

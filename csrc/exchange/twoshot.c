@@ -208,6 +208,6 @@ const sid_exchange_kind sid_exchange_twoshot = {
              .doc = "Each rank sums one slice and encodes it for all ranks. A rank sends two payloads, whatever the "
                     "number of ranks.",
              .wire_id = 5},
-    SID_ROUNDS(plan, messages, advance, finish, parts, part),
+    SID_EXCHANGE_STAGES(plan, messages, advance, finish, parts, part),
     .undo = undo,
 };
