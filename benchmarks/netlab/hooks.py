@@ -15,7 +15,7 @@ layer, even:8, mergecomp, cupcake
                         else by all-reduce, or by all-gather where they cannot be summed
 auto                    State("auto"): groups, codecs and exchanges chosen
 [KEY=VALUE;...]         further arguments of State: redsync[density=0.001], dgc:mergecomp[Y=3]@0; a Schedule
-                        is written as dgc[density=0.25@0,0.01@36]
+                        is written as dgc[density=0.25@0|0.01@36]
 @MB                     DDP's bucket_cap_mb, @0 for a bucket of each tensor; DDP's own default unless given
 DOOR/...                another door than DDP's hook, before any of these: pg/topk is DDP over the backend
                         "sidcomp", hsdp/dense plain HSDP on two replicas, hsdp/topk:bucket
@@ -248,7 +248,7 @@ def _arguments(text: str, given: str | None) -> tuple[tuple[str, Any], ...]:
         key, equals, value = item.partition("=")
         if not (key and equals and value):
             raise ValueError(f"hook {text!r}: {item!r} is not KEY=VALUE")
-        marks = [mark.rpartition("@") for mark in value.split(",")] if "@" in value else []
+        marks = [mark.rpartition("@") for mark in value.split("|")] if "@" in value else []
         schedule = sidcomp.Schedule([(int(step), _number(v)) for v, _, step in marks]) if marks else None
         out.append((key, schedule or _number(value)))
     return tuple(out)

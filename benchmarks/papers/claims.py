@@ -340,21 +340,22 @@ def grouping_keeps(rows: list[Row]) -> Found:
     return Found(f"{metric}: {'; '.join(texts)}; plain DDP {dense[metric]}", outcome)
 
 
-def as_good_as_sgd(what: str) -> Callable[[list[Row]], Found]:
-    """RGC and its quantised form beside SGD: no worse than SGD's worst seed, in how many of the rows."""
+def as_good_as_sgd(what: str, points: float) -> Callable[[list[Row]], Found]:
+    """RGC and its quantised form beside SGD: in how many of the rows are they no worse by more than the
+    paper's own largest difference, in points of the error, or in percent of the loss."""
 
     def found(rows: list[Row]) -> Found:
         systems = [name for name in rows[0] if name.startswith("RGC")]
         fine, texts = 0, []
         for row in rows:
-            worst = max(float(x) for x in row["SGD"].split("(")[1].rstrip(")").split(", "))
-            means = {name: float(row[name].split()[0]) for name in systems}
-            fine += sum(x <= worst for x in means.values())
-            shown = ", ".join(f"{x:.2f}" for x in means.values())
-            texts.append(f"{row[what]}: SGD {float(row['SGD'].split()[0]):.2f}, RGC {shown}")
+            sgd = float(row["SGD"].split()[0])
+            most = points * sgd / 100 if "loss" in row.get("metric", "") else points
+            means = [float(row[name].split()[0]) for name in systems]
+            fine += sum(x <= sgd + most for x in means)
+            texts.append(f"{row[what]}: SGD {sgd:.2f}, RGC {', '.join(f'{x:.2f}' for x in means)}")
         of = len(rows) * len(systems)
         outcome = "as large" if fine == of else "smaller" if fine else "not here"
-        return Found(f"within SGD's seeds in {fine} of {of} cases ({'; '.join(texts)})", outcome)
+        return Found(f"no further than the paper's in {fine} of {of} cases ({'; '.join(texts)})", outcome)
 
     return found
 
@@ -614,15 +615,15 @@ CLAIMS = [
     ),
     Claim(
         "RedSync, table 1",
-        "RGC and its quantised form end where SGD does",
+        "RGC and its quantised form end where SGD does: at most 0.39 points worse",
         "redsync-networks",
-        as_good_as_sgd("task"),
+        as_good_as_sgd("task", 0.39),
     ),
     Claim(
         "RedSync, table 2",
-        "and they do so with larger batches",
+        "and they do so with larger batches: at most 1.84 points worse",
         "redsync-batches",
-        as_good_as_sgd("batch, 4 ranks"),
+        as_good_as_sgd("batch, 4 ranks", 1.84),
     ),
     Claim(
         "Marsit, figure 1b",

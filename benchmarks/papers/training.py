@@ -26,6 +26,7 @@ Row = dict[str, Any]
 IMAGES = RESULTS.parents[1] / "docs" / "images"
 USUAL = Turns(blocks=3, steps=6, warmup=6, timeout=1800)
 LONG = Turns(blocks=12, steps=41, warmup=6, timeout=2400)  # for a loss over time
+SHORTER = Turns(blocks=8, steps=31, warmup=6, timeout=2400)  # the same of the larger models
 
 NINE = ("fp16", "dgc", "topk", "randk-own", "efsignsgd", "qsgd", "signsgd", "onebit", "signum")  # MergeComp
 FOUR = ("randk-own", "dgc", "efsignsgd", "onebit")  # Cupcake
@@ -286,8 +287,8 @@ def grid(codecs: tuple[str, ...], *variants: str) -> tuple[str, ...]:
 
 
 SMALLER = "layer[exclude=<16KB]"
-WARM = "density=0.25@0,0.0625@12,0.015625@24,0.01@36"  # DGC's warm-up of the density, to 1 %
-DENSE_FIRST = "full_every=1@0,0@25"  # RedSync's
+WARM = "density=0.25@0|0.0625@12|0.015625@24|0.01@36"  # DGC's warm-up of the density, to 1 %
+DENSE_FIRST = "full_every=1@0|0@25"  # RedSync's
 DENSITIES = tuple(f"{c}[density={d}]" for d in ("0.1", "0.01", "0.001") for c in ("torch-topk", *SEVEN))
 QUANTISED = "redsync:layer[memory=dgc;density=0.001;momentum=0.9;quantised=on;exclude=<128KB]"
 RGC = "redsync:layer[memory=dgc;density=0.001;momentum=0.9;exclude=<128KB]"
@@ -359,7 +360,7 @@ FIGURES: dict[str, Figure] = {
          *(f"efsignsgd:{v}@0" for v in (SMALLER, "cupcake"))),
         losses_over_time,
         says_losses,
-        LONG,
+        SHORTER,
     ),
     "sidco-training": Figure(
         "SIDCo, figures 3a, 3b, 5, 6 and 18",
@@ -377,7 +378,7 @@ FIGURES: dict[str, Figure] = {
         ("dense", "bf16-sum32", *(f"{c}[{WARM}]" for c in SEVEN)),
         losses_over_time,
         says_losses,
-        LONG,
+        SHORTER,
     ),
     "redsync-scaling": Figure(
         "RedSync, figures 7 to 10",

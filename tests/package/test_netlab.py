@@ -20,6 +20,7 @@ pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import sidcomp
 from sidcomp.standalone.simulation import Compute
 
 from benchmarks import bench_baselines, bench_plan_real, bench_ranks
@@ -27,6 +28,7 @@ from benchmarks.netlab import __main__ as cli
 from benchmarks.netlab import hooks
 from benchmarks.netlab.lab import Calibration, Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure, rows
+from benchmarks.papers import training
 
 ROOT = Path(__file__).resolve().parents[2]
 GBIT = 10**9
@@ -300,6 +302,16 @@ def test_a_calibration_that_is_off_says_so() -> None:
 )
 def test_hooks(row: tuple[Any, ...]) -> None:
     assert hooks.parse(row[0]) == hooks.Hook(*row)
+
+
+def test_a_hook_has_a_schedule_and_stands_in_a_list() -> None:
+    text = "dgc:layer[density=0.25@0|0.01@36;exclude=1-D]@0"
+    (density, exclude), bucket = hooks.parse(text).arguments, hooks.parse(text).bucket_mb
+    assert density == ("density", sidcomp.Schedule({0: 0.25, 36: 0.01}))
+    assert exclude == ("exclude", "1-D") and bucket == 0
+    for figure in training.FIGURES.values():  # names of hooks are joined by commas
+        for hook in figure.hooks:
+            assert "," not in hook and hooks.parse(hook).name == hook
 
 
 @pytest.mark.parametrize(

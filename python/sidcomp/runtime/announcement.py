@@ -85,7 +85,7 @@ def _traffic(groups: Sequence[Group], world: int, plain: str, beside: int) -> st
     sent = sum(g.wire_bytes(world) for g in groups) + noise
     elements = sum(g.n for g in groups)
     dense = ring_bytes(_WIDTH * elements, world)
-    text = f"; a rank sends {size(sent)} a step ({8 * sent / elements:.3g} bits an element"
+    text = f"; a rank sends {size(sent)} a step ({8 * sent / elements:#.3g} bits an element"
     if noise:
         text += f"; {size(noise)} of it for the noise correction"
     text += f"), {plain}'s all-reduce in float32 {size(dense)}"
