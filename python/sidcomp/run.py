@@ -62,9 +62,8 @@ def compress(
 
     - DistributedDataParallel: gradients, in DDP's communication hook.
     - HSDP (`fully_shard` inside nodes, replicas between them) or `replicate`: gradients, between replicas.
-    - A plain module, or one that `fully_shard` has sharded inside a node, with `process_group`: updates. Each
-      rank's optimizer steps with the rank's own gradient, and the ranks exchange what the optimizers did.
-      Evaluate and save inside `run.common()`.
+    - A plain module, or one that `fully_shard` has sharded inside a node, with `process_group`: updates, which
+      are what each rank's optimizer did with the rank's own gradient. Evaluate and save inside `run.common()`.
     - A DDP model with `updates=True`, `every`, `outer` or `deadline`: updates. DDP then averages nothing.
 
     model           the model that is trained; any wrapper of torch.compile is looked through
@@ -74,9 +73,8 @@ def compress(
     updates         [None] True or False: updates or gradients, whatever the model is
     every           [None] updates: steps between two exchanges, at least 1
     delay           [0] updates: steps, at most `every`, during which an exchange runs in the background
-    outer           [None] updates: makes the optimizer that moves the common parameters by the ranks' mean
-                    update, as in DiLoCo: functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9,
-                    nesterov=True)
+    outer           [None] updates: makes the optimizer that steps by the ranks' mean update, as in DiLoCo:
+                    functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     parts           [1] updates: parts of the parameters, which are exchanged one after the other
     deadline        [None] updates: seconds that an exchange waits for late ranks; ranks may end and come back
     process_group   [None] the ranks to average over. None: those of the model, else all
