@@ -62,8 +62,8 @@ def compress(
 
     - DistributedDataParallel: gradients, in DDP's communication hook.
     - HSDP (`fully_shard` inside nodes, replicas between them) or `replicate`: gradients, between replicas.
-    - A plain module, or one that `fully_shard` has sharded inside a node, with `process_group`: updates, which
-      are what each rank's optimizer did with the rank's own gradient. Evaluate and save inside `run.common()`.
+    - A plain module, or one that `fully_shard` has sharded inside a node, with `process_group`: updates, as
+      each rank's optimizer makes them of its own gradient. Evaluate and save inside `run.common()`.
     - A DDP model with `updates=True`, `every`, `outer` or `deadline`: updates. DDP then averages nothing.
 
     model           the model that is trained; any wrapper of torch.compile is looked through
