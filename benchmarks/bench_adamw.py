@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks import compact_json
-from benchmarks.common import RESULTS, command, loss_row, machine, over, report
+from benchmarks.common import RESULTS, command, loss_row, machine, over, report, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import flags
@@ -136,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)
             record["machine"] = machine()
             if args.save:
-                kept.write_text(compact_json.dumps(record))
+                write(kept, record)
     of_what = f" x {task.TIME} bytes" if hasattr(task, "TIME") else ""
     note = (
         f"{task.title}, {int(found[DENSE]['elements']):,} parameters, {args.world} ranks, {asked.steps} "
@@ -148,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     report(name, title, rows(found), note, None)
     if args.save:
         record |= {"title": title, "note": note, "rows": rows(found)}
-        kept.write_text(compact_json.dumps(record))
+        write(kept, record)
     return 0
 
 

@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks import compact_json
-from benchmarks.common import RESULTS, command, loss_row, machine, over, report, summary
+from benchmarks.common import RESULTS, command, loss_row, machine, over, report, summary, write
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.outer import RATES, WAYS, learn
 
@@ -235,7 +234,7 @@ def fill(args: argparse.Namespace, name: str, head: dict[str, Any], cells: Cells
             print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)
             record["machine"] = machine()
             if args.save:
-                kept.write_text(compact_json.dumps(record))
+                write(kept, record)
     return found
 
 
@@ -244,7 +243,7 @@ def show(args: argparse.Namespace, name: str, title: str, table: list[dict[str, 
     if args.save:
         kept = RESULTS / f"{name}.json"
         record = {**json.loads(kept.read_text()), "title": title, "note": note, "rows": table}
-        kept.write_text(compact_json.dumps(record))
+        write(kept, record)
 
 
 def at_equal_tokens(args: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import os
 import platform
 import statistics
@@ -148,7 +149,11 @@ def report(
 
 
 def write(file: Path, record: dict[str, Any]) -> None:
-    """Writes a result, with what the payloads of its codecs are today."""
-    found = record.pop("rows", [])
-    record |= {"payloads": payloads.of({**record, "rows": found}), "rows": found}
-    file.write_text(compact_json.dumps(record))
+    """Writes a result, with what the payloads of its codecs are today. A file that is there may keep rows,
+    and so it keeps what it says of payloads: to measure a stale one again, delete it first."""
+    rows = record.get("rows", [])
+    was = json.loads(file.read_text()).get("payloads", {}) if file.exists() else {}
+    now = payloads.of({**record, "rows": rows})
+    rest = {name: value for name, value in record.items() if name not in ("payloads", "rows")}
+    now = {name: was.get(name, digest) for name, digest in now.items()}
+    file.write_text(compact_json.dumps({**rest, "payloads": now, "rows": rows}))

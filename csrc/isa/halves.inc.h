@@ -7,14 +7,13 @@
 INLINE float clamped_one(float x, float max) {
     return sid_key(x) >= SID_KEY_INF ? x : x > max ? max : x < -max ? -max : x;
 }
+INLINE vf clamped_wide(vf x, float max) {
+    const vi top = (vi){0} + (int32_t)sid_f32_bits(max), k = keys(x);
+    return (vf)(either((k > top) & (k < (int32_t)SID_KEY_INF), top, k) | (bits(x) & ~0x7fffffff));
+}
 static void clamp(const float *x, float *y, uint32_t n, float max) {
     uint32_t i = 0;
-    const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
-    for (; i + WIDE <= n; i += WIDE) {
-        const vf v = load(x + i);
-        const vi k = keys(v);
-        store(y + i, (vf)(either((k > top) & (k < (int32_t)SID_KEY_INF), top, k) | (bits(v) & ~0x7fffffff)));
-    }
+    for (; i + WIDE <= n; i += WIDE) store(y + i, clamped_wide(load(x + i), max));
     for (; i < n; i++) y[i] = clamped_one(x[i], max);
 }
 
@@ -267,14 +266,10 @@ INLINE void store_halves(uint16_t *y, vf x, const int bf16) {
 }
 INLINE void half_body_drawn_as(const float *x, uint16_t *y, const uint16_t *u, uint32_t n, float s, float max,
                                const int bf16) {
-    const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
     uint32_t i = 0;
-    for (; i + WIDE <= n; i += WIDE) {
-        const vf v = load(x + i);
-        const vi k = keys(v), sign = bits(v) ^ k;
-        const vf c = (vf)(either((k > top) & (k < (int32_t)SID_KEY_INF), top, k) | sign);
-        store_halves(y + i, drawn_halves(c * s, load_draws(u, i, SID_ROUND_DRAW16), bf16), bf16);
-    }
+    for (; i + WIDE <= n; i += WIDE)
+        store_halves(y + i, drawn_halves(clamped_wide(load(x + i), max) * s, load_draws(u, i, SID_ROUND_DRAW16), bf16),
+                     bf16);
     for (; i < n; i++) {
         const float half = drawn_half(clamped_one(x[i], max) * s, u[i], bf16);
         y[i] = bf16 ? sid_f32_to_bf16(half) : sid_f32_to_f16(half);
@@ -282,13 +277,10 @@ INLINE void half_body_drawn_as(const float *x, uint16_t *y, const uint16_t *u, u
 }
 INLINE void half_keep_drawn_as(float *x, const uint16_t *u, uint32_t n, float s, float inverse, float max,
                                const int bf16) {
-    const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
     uint32_t i = 0;
     for (; i + WIDE <= n; i += WIDE) {
         const vf v = load(x + i);
-        const vi k = keys(v), sign = bits(v) ^ k;
-        const vf c = (vf)(lower(k, top) | sign) * s;
-        store(x + i, v - drawn_halves(c, load_draws(u, i, SID_ROUND_DRAW16), bf16) * inverse);
+        store(x + i, v - drawn_halves(clamped_wide(v, max) * s, load_draws(u, i, SID_ROUND_DRAW16), bf16) * inverse);
     }
     for (; i < n; i++) x[i] -= drawn_half(clamped_one(x[i], max) * s, u[i], bf16) * inverse;
 }

@@ -37,9 +37,9 @@ def trainer(
     items = [data[2 * (BATCH * b + i) + r] for b, r in turns for i in range(BATCH)]
     examples = [{"x": x, "labels": y} for x, y in items]
     arguments = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, max_grad_norm=0.0,
+        str(folder), per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS,
         lr_scheduler_type="constant", save_strategy="epoch", use_cpu=True, report_to=[], disable_tqdm=True,
-        **more,
+        **{"max_grad_norm": 0.0, **more},
     )  # fmt: skip
     return InOrder(
         model, arguments, train_dataset=examples, eval_dataset=examples,
