@@ -37,6 +37,7 @@ from common import (
 )  # fmt: skip
 from harness import on_ranks, run
 from sidcomp.doors.ddp import register
+from sidcomp.runtime.communicator import Exchange
 from torch import nn
 
 EXACT = [name for name in GATHERED if not tolerant(name)]
@@ -331,3 +332,27 @@ def test_replicas_of_three_ranks(codec: str, groups: str) -> None:
 @pytest.mark.parametrize("codec", LOSSY)
 def test_replicas_of_eight_ranks(codec: str) -> None:
     run(stay_equal, 8, codec, "bucket", 200, "mixed")
+
+
+def gathers(rank: int, world: int) -> None:
+    """Whether the engine calls the collective for payloads. Gloo sends those of two ranks one after the other."""
+    called = []
+    gather = Exchange.all_gather
+
+    def noting(exchange: Exchange, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+        called.append(tensor.numel())
+        return gather(exchange, out, tensor)
+
+    Exchange.all_gather = noting  # type: ignore[method-assign]
+    state = sidcomp.State("topk", density=0.1, exchange="allgather")
+    ours = Trainer(CASES["cap-small"], rank)
+    register(ours.wrapper, state)
+    ours.step(lambda _: None)
+    assert bool(called) == (world != 2)
+    ours.close()
+    state.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_two_ranks_swap_their_payloads(world: int) -> None:
+    run(gathers, world)

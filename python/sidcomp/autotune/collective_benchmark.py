@@ -4,17 +4,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from statistics import median
-from threading import Event
+from threading import Event, Thread
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from sidcomp import core as _core
 from sidcomp.address import address
 from sidcomp.runtime.block import BODIES, DTYPES
 from sidcomp.runtime.communicator import Exchange, exchanging
+from sidcomp.runtime.point_to_point import post, swap_of
+from sidcomp.runtime.transport import Works
 
 _REPEATS = 15
 _BESIDE = 5  # overlapped repeats
@@ -103,6 +104,34 @@ def wire_of(plan: _core.Plan) -> tuple[Wire, int]:
     return Wire(True, torch.uint8), plan.payload_bytes
 
 
+def wait_for(works: Works) -> None:
+    for work in works:
+        work.wait()
+
+
+def in_thread(call: Callable[[], object], done: Callable[[], None]) -> Wait:
+    """Makes the call in a thread of its own, then calls `done` there. The returned function waits for both,
+    and raises the call's error."""
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as e:
+            failures.append(e)
+        done()
+
+    thread = Thread(target=run, name="sidcomp probe")
+    thread.start()
+
+    def wait() -> None:
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    return wait
+
+
 class Exchanges(Exchanging):
     """Samples of one kind of collective. Bytes are those that a rank contributes."""
 
@@ -121,7 +150,7 @@ class Exchanges(Exchanging):
             self.meet(message)
             with collective():
                 start = clock(device)
-                self.launch(*message).wait()
+                wait_for(self.launch(*message))
                 times.append(clock(device) - start)
         return [times[-repeats:]]
 
@@ -137,20 +166,26 @@ class Exchanges(Exchanging):
             self.exchange.all_reduce(self.tick).wait()
 
     def begin(self, message: tuple[torch.Tensor, torch.Tensor], done: Callable[[], None]) -> Wait:
-        work = self.launch(*message)
-        work.get_future().then(lambda _: done())
-        return work.wait
+        works = self.launch(*message)
+        if len(works) > 1:  # messages, which have no futures
+            return in_thread(partial(wait_for, works), done)
+        works[0].get_future().then(lambda _: done())
+        return works[0].wait
 
-    def launch(self, part: torch.Tensor, out: torch.Tensor) -> dist.Work:
+    def launch(self, part: torch.Tensor, out: torch.Tensor) -> Works:
+        if self.wire.gather and self.exchange.swaps:
+            rows = out.view(2, -1)
+            rows[self.exchange.rank].copy_(part)
+            return post(swap_of(part, rows, self.exchange), 0, self.exchange.group, 0)
         if self.wire.gather:
-            return self.exchange.all_gather(out, part)
+            return [self.exchange.all_gather(out, part)]
         if self.wire.scaled and part.is_cuda:
             part.mul_(1.0 / self.exchange.world)
         elif self.wire.scaled:
             at = address(part, "a synthetic gradient", self.wire.dtype, part.numel())
             segments = _core.Segments([at], [part.numel()])
             _core.scale(segments, DTYPES[self.wire.dtype], 1.0 / self.exchange.world)
-        return self.exchange.all_reduce(part)
+        return [self.exchange.all_reduce(part)]
 
 
 class Overlapped(Series):

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from itertools import pairwise
-from threading import Thread
 
 import torch
 
 from sidcomp import core as _core
 from sidcomp.autotune.codec_benchmark import Candidate, Gradients, filled_state
-from sidcomp.autotune.collective_benchmark import Exchanging, Samples, Wait, clock, collective
+from sidcomp.autotune.collective_benchmark import Exchanging, Samples, Wait, clock, collective, in_thread
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.runtime.block import Block
 from sidcomp.runtime.communicator import Exchange
@@ -149,22 +148,10 @@ class MessageExchanges(Exchanging):
         group.depart()
 
     def begin(self, group: Travelling, done: Callable[[], None]) -> Wait:
-        failures: list[Exception] = []
-
-        def travel() -> None:
-            try:
-                group.travel()
-            except Exception as e:
-                failures.append(e)
-            done()
-
-        thread = Thread(target=travel, name="sidcomp probe")
-        thread.start()
+        travelled = in_thread(group.travel, done)
 
         def wait() -> None:
-            thread.join()
-            if failures:
-                raise failures[0]
+            travelled()
             group.arrive()
 
         return wait

@@ -320,6 +320,13 @@ class Exchange:
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
         return cast(dist.Work, _all_gather(out, tensor, group=self.group, async_op=True))
 
+    @property
+    def swaps(self) -> bool:
+        """Whether two messages take the place of an all-gather. Between two ranks Gloo's sends one way after
+        the other: a rank tells that it is ready to receive behind the bytes that it sends, on the same
+        connection. Messages whose receives are posted first travel both ways at once."""
+        return self.world == 2 and self.device.type == "cpu" and has_gloo(self.group)
+
     def sum_among(self, ranks: list[int], x: torch.Tensor) -> torch.Tensor:
         """Returns the sum, in the order of `ranks`, of the tensors that these ranks pass. Not for use in
         steps."""
@@ -492,6 +499,10 @@ class DirectExchange(Exchange):
     def outdated(self) -> bool:
         parent = self._parent()
         return parent is not None and not self.members.same(members_of(parent))
+
+    @property
+    def swaps(self) -> bool:
+        return False
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         return self.group.allreduce([tensor])

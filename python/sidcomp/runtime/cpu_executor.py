@@ -17,7 +17,7 @@ from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint import residual_of
 from sidcomp.runtime.collectives import SingleCollective
 from sidcomp.runtime.communicator import Exchange
-from sidcomp.runtime.form import Form, MessageForm, Moment
+from sidcomp.runtime.form import CollectiveForm, Form, MessageForm, Moment
 from sidcomp.runtime.group import Group, Residual
 from sidcomp.runtime.point_to_point import PointToPoint
 from sidcomp.runtime.ranges import span
@@ -82,9 +82,10 @@ class CpuExecutor:
             transport.connect(form)
 
     def _transport(self, form: Form, parent: dist.ProcessGroup) -> Transport | None:
-        """Returns the transport of a form that takes more than one collective. There is one of each kind,
+        """Returns the transport of a form that does not take one collective. There is one of each kind,
         which stays as long as the executor."""
-        if isinstance(form, MessageForm):
+        gathered = isinstance(form, CollectiveForm) and not form.slices
+        if isinstance(form, MessageForm) or (gathered and self._exchange.swaps):
             if self._point_to_point is None:
                 self._point_to_point = PointToPoint(parent, self._exchange.device)
             return self._point_to_point

@@ -115,6 +115,10 @@ class CollectiveForm(Form):
             self.bytes_sent = plan.payload_bytes
             self.allocations = 3
 
+    def rows(self) -> torch.Tensor:
+        """Returns the payloads of an all-gather, a row for each rank."""
+        return self.incoming.tensor.view(self.count, -1)
+
     def _view(self, offset: int, count: int) -> torch.Tensor:
         """Returns elements of the body."""
         dtype = BODIES[self.plan.body_dtype]
@@ -167,7 +171,7 @@ class CollectiveForm(Form):
         if self.slices:
             return []
         found = []
-        for row in self.incoming.tensor.view(self.count, -1)[:, : _MAGIC + _REASON]:
+        for row in self.rows()[:, : _MAGIC + _REASON]:
             head = bytes(row.numpy())
             text = head[_MAGIC:].rstrip(b"\0").decode(errors="replace") or "it gives no reason"
             found.append("" if any(head[:_MAGIC]) else text)

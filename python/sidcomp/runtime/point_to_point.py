@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.runtime.communicator import Exchange
-from sidcomp.runtime.form import Form
+from sidcomp.runtime.form import CollectiveForm, Form
 from sidcomp.runtime.transport import Computation, Exchanged, G, Inline, Transfer, Works
 
 _Queue = SimpleQueue[Transfer[Any] | None]
@@ -47,6 +47,14 @@ def ends_of(message_plan: MessagePlan, wire: torch.Tensor, exchange: Exchange) -
         ]
 
     return [(views(i, False), views(i, True)) for i in range(message_plan.rounds)]
+
+
+def swap_of(payload: torch.Tensor, rows: torch.Tensor, exchange: Exchange) -> Ends:
+    """Returns the one round in which two ranks send each other their payloads, as an all-gather does. rows:
+    for both payloads; the sender fills its own."""
+    peer = 1 - exchange.rank
+    to = dist.get_global_rank(exchange.group, peer)
+    return [([(to, payload)], [(to, rows[peer])])]
 
 
 def post(ends: Ends, round: int, group: dist.ProcessGroup, tag: int) -> Works:
@@ -74,12 +82,18 @@ class Messages(Inline):
         self.exchange = exchange
 
     def connect(self, form: Form) -> None:
-        form.ends = ends_of(form.plan, form.payload.tensor, self.exchange)
+        if isinstance(form, CollectiveForm):
+            form.ends = swap_of(form.payload.tensor, form.rows(), self.exchange)
+        else:
+            form.ends = ends_of(form.plan, form.payload.tensor, self.exchange)
 
     def post(self, group: Exchanged, round: int) -> Works:
-        if not group.form.ends:
+        form = group.form
+        if not form.ends:
             return []  # a rank alone
-        return post(group.form.ends, round, self.exchange.group, group.index * _ROUNDS % 2**31 + round)
+        if isinstance(form, CollectiveForm):
+            form.rows()[self.exchange.rank].copy_(form.payload.tensor)
+        return post(form.ends, round, self.exchange.group, group.index * _ROUNDS % 2**31 + round)
 
 
 class BatchedMessages(Messages):
