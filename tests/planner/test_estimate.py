@@ -366,6 +366,12 @@ def test_updates_pass_over_their_vectors_once_in_an_exchange() -> None:
         assert way.step_ms - free.step_ms == pytest.approx(5e-6 * SMALL.elements / way.every)
 
 
+def test_each_step_between_two_exchanges_is_lengthened() -> None:
+    lengthening = dict.fromkeys(ON_GPU, Measured.assumed(Compute(step_ns=5.0)))
+    for free, way in zip(predict(1, compute=FREE).local, predict(1, compute=lengthening).local, strict=True):
+        assert way.step_ms - free.step_ms == pytest.approx(5e-6 * SMALL.elements * (way.every > 1))
+
+
 def test_the_spread_of_what_was_measured_is_that_of_the_prediction() -> None:
     alike, apart = Measured.assumed(GPU), Measured(GPU, Compute(), Compute(20.0, 2.0))
     assert not any(way.spread.wide for way in predict(1).ways)

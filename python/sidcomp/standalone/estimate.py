@@ -22,12 +22,13 @@ from sidcomp.standalone.simulation import DENSE, Compute, Link, Measured, method
 FORWARD = 1 / 3  # of a step's computation; the backward pass takes twice as long
 BUCKET = 25 * 2**20  # bytes, DDP's default
 # Assumed of a GPU: an encode moves 20 bytes of its memory an element, a decode 10 bytes an element of each
-# payload, and an exchange of updates 72 bytes more, at 1 TB/s. A group's launches take 25 to 35 us, estimated
-# from their number (docs/cuda.md), so that small groups are merged; where State("auto") trains on a GPU, it
-# measures them.
+# payload, an exchange of updates 72 bytes more, and a step between two of them 24, at 1 TB/s. A group's
+# launches take 25 to 35 us, estimated from their number (docs/cuda.md), so that small groups are merged; where
+# State("auto") trains on a GPU, it measures them.
 GPU = Compute(
-    encode_ns=0.020, decode_ns=0.010, merge_ns=0.010, encode_us=18.0, decode_us=12.0, update_ns=0.072
-)
+    encode_ns=0.020, decode_ns=0.010, merge_ns=0.010, encode_us=18.0, decode_us=12.0, update_ns=0.072,
+    step_ns=0.024,
+)  # fmt: skip
 _LEAST = 0.03  # a gain below this share of a step is none
 _MOST_MS = 1e6
 _MOST_STEPS = 1_000_000
@@ -334,8 +335,9 @@ class _Costs:
             raise ArgumentError(f"no codec can be estimated: {'; '.join(self.refused.values())}")
         self.instances = [instance_of(model, step_ms, costs) for costs in levels]
         self.dense_ms = _over_buckets(self.instances[0], DENSE)
-        update_ns = max(compute[candidate.encoding].compute.update_ns for candidate, _ in ways.values())
-        self.update_ms = update_ns * model.elements * 1e-6
+        costs_of = [compute[candidate.encoding].compute for candidate, _ in ways.values()]
+        self.update_ms = max(c.update_ns for c in costs_of) * model.elements * 1e-6
+        self.local_ms = max(c.step_ns for c in costs_of) * model.elements * 1e-6
 
     def _way(self, label: str, sends: str, took: Sequence[float], steps: int = 1) -> Way:
         """took: the milliseconds of a step by each level."""
@@ -361,7 +363,8 @@ class _Costs:
             step = instance["forward_ps"] + sum(t["backward_ps"] for t in instance["tensors"])
             last_step = _over_buckets({**instance, "forward_ps": step, "tensors": after}, label)
             last_step += self.update_ms
-            took.append(((steps - 1) * self.step_ms + last_step) / steps)
+            each = self.local_ms if steps > 1 else 0.0
+            took.append(each + ((steps - 1) * self.step_ms + last_step) / steps)
         call = _call("module", self.given.get(label, ("none", {})), steps)
         return replace(self._way(label, UPDATES, took, steps), loss=loss, call=call)
 

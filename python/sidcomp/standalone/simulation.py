@@ -58,7 +58,8 @@ class Compute:
     """Nanoseconds an element that a rank computes: to encode, to decode one payload, to merge signs once, and
     to copy, add and check what the ranks of a node exchange uncompressed. Microseconds that a group's encode
     and its decode take whatever its size: on a GPU, their launches. And nanoseconds an element of what an
-    exchange of updates does beside the codec: it subtracts and copies whole vectors."""
+    exchange of updates does beside the codec, which subtracts and copies whole vectors, and of what each step
+    does where not every one is followed by an exchange: the noise correction measures and lengthens it."""
 
     encode_ns: float = 0.0
     decode_ns: float = 0.0
@@ -67,6 +68,7 @@ class Compute:
     encode_us: float = 0.0
     decode_us: float = 0.0
     update_ns: float = 0.0
+    step_ns: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -339,10 +341,10 @@ class Measured:
         """Without a spread."""
         return cls(compute, compute, compute)
 
-    def with_passes(self, update_ns: float) -> "Measured":
-        """The same, and what updates take."""
-        usual, *ends = (replace(c, update_ns=update_ns) for c in (self.compute, self.least, self.most))
-        return Measured(usual, *ends)
+    def with_passes(self, pass_ns: float) -> "Measured":
+        """The same, and what updates take. pass_ns: of a pass over vectors, an element."""
+        passes = {"update_ns": _PASSES * pass_ns, "step_ns": _STEP_PASSES * pass_ns}
+        return Measured(*(replace(c, **passes) for c in (self.compute, self.least, self.most)))
 
 
 def measure(codec: str, n: int = 1 << 20, memory: str | None = None, **parameters: Setting) -> Compute:
@@ -363,17 +365,18 @@ def measure_all(
     timed = {name: _Timed(codec, n, memory, own) for name, (codec, own) in codecs.items()}
     turns = [{name: one.turn() for name, one in timed.items()} for _ in range(_TURNS)]
     parts = list(combinations(turns, _TURNS // 2 + 1))
-    passes = _PASSES * _pass_ns()
+    pass_ns = _pass_ns()
     return {
         name: one.measured(
             [turn[name] for turn in turns], [[turn[name] for turn in some] for some in parts]
-        ).with_passes(passes)
+        ).with_passes(pass_ns)
         for name, one in timed.items()
     }
 
 
 _PASSES = 6  # over vectors in an exchange of updates: what a rank did, what arrived, what it has not sent
-_LARGE = 1 << 22  # elements; three such vectors fit into few caches
+_STEP_PASSES = 2  # of the noise correction in a step: it copies, reads gradients, and lengthens
+_LARGE = 1 << 24  # elements: a step leaves its vectors in no cache, so three of these should fit into none
 
 
 def _pass_ns() -> float:
