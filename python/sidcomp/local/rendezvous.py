@@ -365,6 +365,10 @@ class RoundExchange(Exchange):
         self._works.append(guarded)
         return guarded
 
+    @property
+    def swaps(self) -> bool:
+        return False  # its group has no messages
+
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         return cast(dist.Work, self._guard(self.group.allreduce([tensor])))
 

@@ -502,7 +502,7 @@ class DirectExchange(Exchange):
 
     @property
     def swaps(self) -> bool:
-        return False
+        return False  # no messages
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         return self.group.allreduce([tensor])

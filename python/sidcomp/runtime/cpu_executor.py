@@ -43,6 +43,7 @@ class CpuExecutor:
         self._groups: Sequence[Group] = ()
         self._reductions: Reductions | None = None  # if a codec takes several all-reduces
         self._point_to_point: PointToPoint | None = None  # if a group is sent in messages
+        self._swaps: PointToPoint | None = None  # if two ranks swap payloads, on the group of `_exchange`
         self._transports: dict[Form, Transport] = {}  # of the groups' forms
         self._compared: dist.Work | None = None
 
@@ -84,11 +85,15 @@ class CpuExecutor:
     def _transport(self, form: Form, parent: dist.ProcessGroup) -> Transport | None:
         """Returns the transport of a form that does not take one collective. There is one of each kind,
         which stays as long as the executor."""
-        gathered = isinstance(form, CollectiveForm) and not form.slices
-        if isinstance(form, MessageForm) or (gathered and self._exchange.swaps):
+        if isinstance(form, MessageForm):
             if self._point_to_point is None:
-                self._point_to_point = PointToPoint(parent, self._exchange.device)
+                own = Exchange(parent, self._exchange.device)
+                self._point_to_point = PointToPoint(own, own=True)
             return self._point_to_point
+        if isinstance(form, CollectiveForm) and not form.slices and self._exchange.swaps:
+            if self._swaps is None:
+                self._swaps = PointToPoint(self._exchange, own=False)
+            return self._swaps
         if form.rounds > 1:
             if self._reductions is None:
                 self._reductions = Reductions(self._exchange, parent)
@@ -301,7 +306,7 @@ class CpuExecutor:
         return group.form.stats
 
     def close(self) -> None:
-        for transport in (self._reductions, self._point_to_point):
+        for transport in (self._reductions, self._point_to_point, self._swaps):
             if transport is not None:
                 transport.close()
 

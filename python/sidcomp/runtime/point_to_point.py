@@ -1,6 +1,6 @@
 """The transports of exchanges that send messages: point to point, on a process group.
 
-PointToPoint does so by threads, on a process group of its own. The engine's thread encodes a group and posts
+PointToPoint does so by threads. The engine's thread encodes a group and posts
 its first round. A thread does the rest: it waits for a round, computes, and posts the next one, until the
 group is done; then it takes the next group. There are several threads, so that the messages of other groups
 travel while one thread waits or computes.
@@ -109,10 +109,11 @@ class BatchedMessages(Messages):
 
 
 class PointToPoint(Messages):
-    """Every rank of `parent` must construct it at the same point of the program."""
+    """own: the process group is its own, and ends with it."""
 
-    def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(Exchange(parent, device))
+    def __init__(self, exchange: Exchange, own: bool) -> None:
+        super().__init__(exchange)
+        self._own = own
         self._queue: _Queue = SimpleQueue()
         self._threads = [
             threading.Thread(target=_work, args=(self._queue,), name="sidcomp messages", daemon=True)
@@ -137,7 +138,8 @@ class PointToPoint(Messages):
         self._end()
         for thread in self._threads:
             thread.join()
-        self.exchange.close()
+        if self._own:
+            self.exchange.close()
 
 
 def _stop(queue: _Queue) -> None:

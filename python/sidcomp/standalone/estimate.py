@@ -23,8 +23,8 @@ FORWARD = 1 / 3  # of a step's computation; the backward pass takes twice as lon
 BUCKET = 25 * 2**20  # bytes, DDP's default
 # Assumed of a GPU: an encode moves 20 bytes of its memory an element, a decode 10 bytes an element of each
 # payload, an exchange of updates 72 bytes more, and a step between two of them 24, at 1 TB/s. A group's
-# launches take 25 to 35 us, estimated from their number (docs/cuda.md), so that small groups are merged; where
-# State("auto") trains on a GPU, it measures them.
+# launches take 25 to 35 us, estimated from their number (docs/cuda.md), so that small groups are merged;
+# State("auto") measures them on the GPU that it trains on.
 GPU = Compute(
     encode_ns=0.020, decode_ns=0.010, merge_ns=0.010, encode_us=18.0, decode_us=12.0, update_ns=0.072,
     step_ns=0.024,
