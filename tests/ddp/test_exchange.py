@@ -335,7 +335,7 @@ def test_replicas_of_eight_ranks(codec: str) -> None:
 
 
 def gathers(rank: int, world: int) -> None:
-    """Whether the engine calls the collective for payloads. Gloo sends those of two ranks one after the other."""
+    """Gloo's collective sends the payloads of two ranks one after the other."""
     called = []
     gather = Exchange.all_gather
 
