@@ -19,7 +19,7 @@ from harness import on_ranks, run
 from local_training import alike, backward, flat, network
 from sidcomp import _core
 from sidcomp.local import steps
-from sidcomp.runtime import communicator, form
+from sidcomp.runtime import communicator, form, point_to_point
 from test_compress import sgd
 from torch import nn
 
@@ -105,22 +105,20 @@ def explode(*_: Any, **__: Any) -> Any:
 def planted(where: str, here: bool) -> Iterator[None]:
     """On the ranks on which it is here, an error in encode, send or decode of an all-gather, in a round of an
     exchange in messages, or in apply."""
-    places: dict[str, Any] = {
-        "send": communicator.Exchange,
-        "apply": steps.Updates,
-        "round": form.MessageForm,
+    exchange = communicator.Exchange
+    places: dict[str, list[tuple[Any, str]]] = {
+        "send": [(exchange, "all_gather"), (exchange, "all_reduce"), (point_to_point, "post")],
+        "apply": [(steps.Updates, "_apply")],
+        "round": [(form.MessageForm, "advance")],
     }
-    of = places.get(where, _core.Plan)
-    own = {"send": ["all_gather", "all_reduce"], "apply": ["_apply"], "round": ["advance"]}
-    names = own.get(where, [where])
-    kept = {name: getattr(of, name) for name in names}
-    for name in names if here else ():
+    kept = [(of, name, getattr(of, name)) for of, name in places.get(where, [(_core.Plan, where)])]
+    for of, name, _ in kept if here else ():
         setattr(of, name, explode)
     try:
         yield
     finally:
-        for name, method in kept.items():
-            setattr(of, name, method)
+        for of, name, call in kept:
+            setattr(of, name, call)
 
 
 ROLLBACK: dict[str, Any] = {"error": "memory", "nonfinite": "rollback"}  # else the memory is cleared

@@ -15,7 +15,7 @@ from harness import on_ranks, run
 from local_training import OPTIMIZERS, backward, batch, go_on, train, updates
 from sidcomp.local import choice
 from sidcomp.local.shards import own_part
-from sidcomp.runtime.communicator import Exchange
+from sidcomp.runtime import point_to_point
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -364,12 +364,12 @@ def test_what_fails_in_one_shard_loses_nothing_in_any(rank: int, world: int, err
         for step in range(9):
             module.zero_grad()
             backward(module, rank, step)
-            before, kept = local(module), Exchange.all_gather
+            before, kept = local(module), point_to_point.post
             if step == 4 and rank % 2 == 0:
-                Exchange.all_gather = broken  # type: ignore[method-assign]
+                point_to_point.post = broken
             with pytest.raises((RuntimeError, sidcomp.ExchangeError)) if step == 4 else nullcontext():
                 optimizer.step()
-            Exchange.all_gather = kept  # type: ignore[method-assign]
+            point_to_point.post = kept
             done += stepped.pop() - before
         it.average()
         went, mean = local(module) - start, done.clone()

@@ -104,7 +104,9 @@ COSTS: dict[str, tuple[float, float]] = {}  # of this rank's process, now
 
 def set_costs(costs: Mapping[str, Cost]) -> None:
     """From now on: of all_reduce and all_gather by the bytes that a rank hands over, of encode and decode by
-    the elements, decode's of all payloads. On top of what the machine takes, if that is the clock."""
+    the elements, decode's of all payloads. On top of what the machine takes, if that is the clock. Two ranks
+    do not swap their payloads, then."""
+    Exchange.swaps = property(lambda _: False)  # type: ignore[method-assign, assignment]
     for name in set(costs) - set(COSTS):
         if name in ("all_reduce", "all_gather"):
             _slow_collective(name)
@@ -149,6 +151,7 @@ def install() -> Clock:
     global _instead
     if _instead is None:
         _instead = Clock()
+        Exchange.swaps = property(lambda _: False)  # type: ignore[method-assign, assignment]
         for module in (controller, measurement, engine, cpu_executor, step, collective_benchmark):
             assert module.perf_counter_ns is time.perf_counter_ns  # type: ignore[attr-defined]
             module.perf_counter_ns = _instead.read_ns  # type: ignore[attr-defined]
