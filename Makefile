@@ -31,6 +31,9 @@ CU       = $(NVCC) -std=c++17 -O3 -fmad=false -t 0 $(GENCODE) -Icsrc $(CUDADEF) 
            $(if $(WERROR),-Werror=all-warnings -Xcompiler=-Werror) $(NVCCFLAGS)
 LD       = $(if $(NVCC),$(NVCC) -shared -cudart static $(firstword $(GENCODE)),$(CXX) -shared $(SANFLAGS)) $(LDFLAGS)
 LIBS     = -ldl -lm
+# An extension for macOS leaves Python's symbols to the process that loads it.
+DARWIN  := $(filter %darwin %macos,$(subst -, ,$(shell $(CC) -dumpmachine 2>/dev/null | sed 's/[0-9.]*$$//')))
+UNDEF    = $(if $(DARWIN),-undefined dynamic_lookup)
 
 # csrc/isa/simd.c is compiled once per instruction set; elsewhere than on x86-64 there is only the base.
 # -Wno-psabi: its vector types never cross a call, so how they would be passed does not matter.
@@ -44,13 +47,13 @@ OBJ      = $(COBJ) $(BINDING:%=$O/%.o) $(if $(NVCC),$(CUSRC:%=$O/%.o))
 ext: $(OUT)
 $(OUT): $(OBJ) $O/ld.sig
 	@mkdir -p $(@D)
-	$(LD) $(OBJ) $(LIBS) -o $@
+	$(LD) $(OBJ) $(UNDEF) $(LIBS) -o $@
 
 # The command is kept in a file: when it changes, what it made is stale.
 $O/c.sig:   SIG = $(C)
 $O/cpp.sig: SIG = $(CPP)
 $O/cu.sig:  SIG = $(CU)
-$O/ld.sig:  SIG = $(LD) $(OBJ)
+$O/ld.sig:  SIG = $(LD) $(UNDEF) $(OBJ)
 commands: $O/c.sig $O/cpp.sig $O/cu.sig $O/ld.sig # setup.py: then `make -n ext KNOWN=1` tells what will be compiled
 $O/%.sig: $(if $(KNOWN),,FORCE)
 	@mkdir -p $(@D); printf '%s' '$(subst ','\'',$(SIG))' | cmp -s - $@ || printf '%s' '$(subst ','\'',$(SIG))' > $@

@@ -28,7 +28,7 @@ sid_status blocks_plan(sid_plan *p, double size, uint64_t *scratch, sid_error *e
     const double density = p->codec_param[SPARSE_DENSITY];
     blocks_form f = {
         .size = (uint32_t)size, .width = sparse_width_of(sparse_values_of(p)), .packed = (uint32_t)sparse_packed(p)};
-    if (!(size >= BLOCKS_LEAST) || f.size & (f.size - 1))
+    if (!(size >= (double)BLOCKS_LEAST) || f.size & (f.size - 1))
         return sid_fail(err, SID_E_PARAM,
                         "%s: block = %g must be 0, for the whole group, or a power of two from %d to %d, such as 4096",
                         p->codec->info.name, size, BLOCKS_LEAST, BLOCKS_MOST);

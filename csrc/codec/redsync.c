@@ -72,15 +72,15 @@ typedef struct redsync_work {
 _Static_assert(sizeof(redsync_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
 
 static redsync_work *own(const sid_pass *w) { return sparse_own(w); }
-static int quantised(const sid_plan *p) { return p->codec_param[REDSYNC_QUANTISED] != REDSYNC_VALUES; }
-static int binary(const sid_plan *p) { return p->codec_param[REDSYNC_METHOD] == REDSYNC_BINARY; }
+static int quantised(const sid_plan *p) { return (int)p->codec_param[REDSYNC_QUANTISED] != REDSYNC_VALUES; }
+static int binary(const sid_plan *p) { return (int)p->codec_param[REDSYNC_METHOD] == REDSYNC_BINARY; }
 static int negative(const sid_pass *w) { return quantised(w->plan) && w->state->steps % 2; }
 static uint64_t *statistics(const sid_pass *w) { return redsync_statistics(w->state->codec, negative(w)); }
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
     sparse_k(p);
-    p->drops = p->codec_param[REDSYNC_QUANTISED] == REDSYNC_MEAN_AND_DROP;
+    p->drops = (int)p->codec_param[REDSYNC_QUANTISED] == REDSYNC_MEAN_AND_DROP;
     p->cap = !binary(p) ? p->k : 2 * p->k < p->n ? 2 * p->k : p->n;
     sparse_plan(p, 0, scratch);
     *scratch = sparse_bytes(p) + sizeof(double) * sid_sums(p->n);

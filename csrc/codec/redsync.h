@@ -48,8 +48,8 @@ static inline redsync_rule redsync_rule_of(const sid_plan *p) {
                             a[REDSYNC_TRIM],
                             a[REDSYNC_EPSILON],
                             a[REDSYNC_INTERVAL],
-                            a[REDSYNC_METHOD] == REDSYNC_BINARY,
-                            a[REDSYNC_QUANTISED] != REDSYNC_VALUES};
+                            (int)a[REDSYNC_METHOD] == REDSYNC_BINARY,
+                            (int)a[REDSYNC_QUANTISED] != REDSYNC_VALUES};
     return r;
 }
 

@@ -251,7 +251,7 @@ static void decode_pair(sid_gather *g, float *out, uint64_t offset, uint32_t len
     add_all(g, out, offset, len, 1, 0);
 }
 
-static int otherwise(const sid_plan *p) { return p->codec_param[AGGREGATE] == OTHERWISE; }
+static int otherwise(const sid_plan *p) { return (int)p->codec_param[AGGREGATE] == OTHERWISE; }
 
 static void open_vote(sid_gather *g) {
     if (otherwise(g->plan)) g->scale = fixed(g->plan);

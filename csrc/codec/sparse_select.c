@@ -54,8 +54,8 @@ static uint32_t between(const float *val, uint64_t count, uint64_t rank, uint32_
     const uint64_t stride = count / SAMPLE;
     for (uint64_t i = 0; i < SAMPLE; i++) sample[0][i] = sid_key(val[i * stride]);
     memcpy(sample[1], sample[0], sizeof *sample);
-    const double at = (double)rank / (double)count * SAMPLE, margin = 3 * sqrt(at * (1 - at / SAMPLE)) + 4;
-    *lo = at + margin < SAMPLE ? select_key(sample[0], SAMPLE, (uint64_t)(at + margin) + 1, 0, 31).key : 0;
+    const double all = SAMPLE, at = (double)rank / (double)count * all, margin = 3 * sqrt(at * (1 - at / all)) + 4;
+    *lo = at + margin < all ? select_key(sample[0], SAMPLE, (uint64_t)(at + margin) + 1, 0, 31).key : 0;
     return at - margin >= 1 ? select_key(sample[1], SAMPLE, (uint64_t)(at - margin), 0, 31).key + 1 : 0x80000000u;
 }
 

@@ -4,6 +4,7 @@
  * says by ncclCommGetAsyncError when it is done. Until then nothing else may be asked of it, and nothing be enqueued
  * behind it, for it is not on the stream yet. So each call here ends when NCCL's part is done, or the time is up. */
 #define _POSIX_C_SOURCE 200809L
+#define _DARWIN_C_SOURCE /* RTLD_NOLOAD */
 #include <dlfcn.h>
 #include <sched.h>
 #include <stdarg.h>

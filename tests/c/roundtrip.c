@@ -209,9 +209,9 @@ static void check_vote(group *g, const sid_config *c, const uint8_t *all, uint64
         }
     }
     for (int k = 0; k < 2; k++) {
-        CHECK(
-            !sid_decode(g->plan, all, stride, WORLD, k ? 1.0f / WORLD : 7.0f, x->seg, x->n_seg, NULL, &at, NULL, &err),
-            "%s", err.text);
+        CHECK(!sid_decode(g->plan, all, stride, WORLD, k ? 1.0f / (float)WORLD : 7.0f, x->seg, x->n_seg, NULL, &at,
+                          NULL, &err),
+              "%s", err.text);
         vec_get(x, k ? sent : after);
     }
     for (uint64_t i = 0; i < c->n; i++) {
@@ -242,13 +242,14 @@ static void run_gather(const sid_config *c, uint32_t how) {
         vec_get(&x, sent);
         for (uint64_t i = 0; i < c->n; i++) after[i] += sent[i];
     }
-    for (uint64_t i = 0; i < c->n; i++) after[i] *= 1.0f / WORLD;
-    CHECK(!sid_decode(g.plan, all.p, stride, WORLD, 1.0f / WORLD, x.seg, x.n_seg, NULL, &at, NULL, &err), "%s",
+    for (uint64_t i = 0; i < c->n; i++) after[i] *= 1.0f / (float)WORLD;
+    CHECK(!sid_decode(g.plan, all.p, stride, WORLD, 1.0f / (float)WORLD, x.seg, x.n_seg, NULL, &at, NULL, &err), "%s",
           err.text);
     vec_get(&x, sent);
     const void *places[WORLD];
     for (uint32_t rank = 0; rank < WORLD; rank++) places[rank] = all.p + rank * stride;
-    CHECK(!sid_decode_list(g.plan, places, WORLD, 1.0f / WORLD, x.seg, x.n_seg, NULL, &at, NULL, &err), "%s", err.text);
+    CHECK(!sid_decode_list(g.plan, places, WORLD, 1.0f / (float)WORLD, x.seg, x.n_seg, NULL, &at, NULL, &err), "%s",
+          err.text);
     vec_get(&x, before);
     CHECK(!memcmp(before, sent, 4 * c->n), "%s: a list of payloads decodes to other bits", g.name);
     places[WORLD - 1] = all.p + 4;
@@ -333,10 +334,10 @@ static void run_linear_sum(const sid_config *c, uint32_t how) {
                   err.text);
             vec_get(&x, grad);
         }
-        for (uint64_t i = 0; i < c->n; i++) after[i] += grad[i] / WORLD;
+        for (uint64_t i = 0; i < c->n; i++) after[i] += grad[i] / (float)WORLD;
     }
-    CHECK(!sid_decode(g.plan, all.p, 0, 1, 1.0f / WORLD, x.seg, x.n_seg, NULL, NULL, NULL, &err), "%s: %s", g.name,
-          err.text);
+    CHECK(!sid_decode(g.plan, all.p, 0, 1, 1.0f / (float)WORLD, x.seg, x.n_seg, NULL, NULL, NULL, &err), "%s: %s",
+          g.name, err.text);
     vec_get(&x, sent);
     float bad = 0;
     for (uint64_t i = 0; i < c->n; i++) bad = fabsf(sent[i] - after[i]) > bad ? fabsf(sent[i] - after[i]) : bad;
