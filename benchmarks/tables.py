@@ -70,6 +70,16 @@ def pivot(name: str, index: str, title: str, cells: Callable[[Row], Row]) -> lis
     return list(out.values())
 
 
+# ---- what was installed --------------------------------------------------------------------------
+
+
+@table
+def wheels() -> list[Row]:
+    """What tests/package/wheels.py has built, installed and tried."""
+    shown = {"python": "Python", "torch": "torch", "MB": "MB", "codecs": "codecs", "doors": "doors"}
+    return [{title: row[key] for key, title in shown.items()} for row in record("wheels")["rows"]]
+
+
 # ---- the time of a step, and its bytes -----------------------------------------------------------
 
 
