@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import glob
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -48,19 +50,32 @@ def interpreter(version: str) -> str:
     return found
 
 
+def contents(source: Path) -> str:
+    """A digest of the files of an archive, whenever it was made."""
+    digest = hashlib.sha256()
+    with tarfile.open(source) as archive:
+        for member in sorted(archive.getmembers(), key=lambda m: m.name):
+            if (file := archive.extractfile(member) if member.isfile() else None) is not None:
+                digest.update(member.name.encode() + file.read())
+    return digest.hexdigest()[:12]
+
+
 def built(python: str, source: Path, room: Path) -> tuple[Path, float, str]:
-    """The wheel of the source archive, the seconds of its build, and the platform that auditwheel names."""
-    raw, audited = room / "raw", room / "audited"
-    for folder in (raw, audited):
-        shutil.rmtree(folder, ignore_errors=True)
-    begun = time.monotonic()
-    run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", raw, source, SIDCOMP_CUDA="0")
-    took = time.monotonic() - begun
-    run(sys.executable, "-m", "auditwheel", "repair", "-w", audited, next(raw.glob("*.whl")),
-        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # fmt: skip
+    """The wheel of the source archive, the seconds of its build, and the platform that auditwheel names. A
+    wheel of the same files is taken again."""
+    folder = room / contents(source)
+    raw, audited, clock = folder / "raw", folder / "audited", folder / "seconds"
+    if not clock.exists():
+        shutil.rmtree(room, ignore_errors=True)
+        begun = time.monotonic()
+        run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", raw, source, SIDCOMP_CUDA="0")
+        took = time.monotonic() - begun
+        run(sys.executable, "-m", "auditwheel", "repair", "-w", audited, next(raw.glob("*.whl")),
+            PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # fmt: skip
+        clock.write_text(str(took))
     wheel = next(audited.glob("*.whl"))
     tag = re.findall(r"manylinux_2_\d+", wheel.name)
-    return wheel, took, min(tag, key=lambda t: int(t.split("_")[-1]))
+    return wheel, float(clock.read_text()), min(tag, key=lambda t: int(t.split("_")[-1]))
 
 
 def tried(python: str, torch: str, wheel: Path, room: Path) -> dict[str, Any]:
@@ -90,14 +105,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--pairs", nargs="+", default=["3.11:2.13.0"], help="PYTHON:TORCH (3.11:2.13.0)")
     parser.add_argument("--room", type=Path, default=ROOT / "build" / "wheels", help="kept (build/wheels)")
-    parser.add_argument("--built", action="store_true", help="take the wheels of the last call")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/wheels.json")
     args = parser.parse_args()
     args.room.mkdir(parents=True, exist_ok=True)
     run(sys.executable, "-m", "pip", "-q", "install", *TOOLS)
-    if not args.built:
-        for old in (*args.room.glob("*.tar.gz"), *args.room.glob("build-*/*/*.whl")):
-            old.unlink()
+    for old in args.room.glob("*.tar.gz"):
+        old.unlink()
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(args.room), "sdist", "-d"]
     subprocess.run([*command, str(args.room)], cwd=ROOT, check=True, capture_output=True)
     source = next(args.room.glob("*.tar.gz"))

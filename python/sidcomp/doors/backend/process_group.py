@@ -40,13 +40,13 @@ def _make(options: Any, _backend_options: Any) -> ProcessGroup:
         given, configuration = _given
         return ProcessGroup(given, str(dist.get_backend_config(given)), configuration, rank, size)
     configuration = current()
-    inner = dist.ProcessGroup(options.store, rank, size)
+    cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    inner = _empty(options, "NCCL" if cuda else "GLOO")
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", options.store), rank, size, options.timeout)
     gloo._set_sequence_number_for_group()
     inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     config = "cpu:gloo"
-    if torch.cuda.is_available() and dist.is_nccl_available():
+    if cuda:
         settings = dist.ProcessGroupNCCL.Options()
         settings._timeout = options.timeout
         settings.global_ranks_in_group = options.global_ranks_in_group
@@ -54,9 +54,21 @@ def _make(options: Any, _backend_options: Any) -> ProcessGroup:
         nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", options.store), rank, size, settings)
         nccl._set_sequence_number_for_group()
         inner._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-        inner._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         config += ",cuda:nccl"
     return ProcessGroup(inner, config, configuration, rank, size)
+
+
+def _empty(options: Any, default: str) -> dist.ProcessGroup:
+    """Makes torch's process group, without its backends. default: the name of one of their types."""
+    of: Any = dist.ProcessGroup
+    if not hasattr(of, "_set_default_backend"):  # torch 2.4
+        how = of.Options(backend=default.lower())
+        how._timeout = options.timeout
+        old: dist.ProcessGroup = of(options.store, options.group_rank, options.group_size, how)
+        return old
+    made: dist.ProcessGroup = of(options.store, options.group_rank, options.group_size)
+    made._set_default_backend(getattr(of.BackendType, default))
+    return made
 
 
 _given: tuple[dist.ProcessGroup, Configuration] | None = None  # for `_make`, in process_group()
