@@ -244,6 +244,8 @@ gpu-rehearsal: env ## both calls of gpu-check without a GPU: in small, on the CP
 	for lease in 1 2; do $(PYTHON) benchmarks/gpu_check.py --lease $$lease --rehearse build/emulated --out build/rehearsal && \
 	    $(PYTHON) benchmarks/gpu_check.py --lease $$lease --rehearse build/emulated --out build/rehearsal-killed --cut build/rehearsal/lease-$$lease.jsonl || exit 1; done
 
+wheels: env ## a wheel for each Python that is here, in environments beside several versions of torch, where every door is tried (ARGS="--pairs 3.13:2.14.1")
+	$(PYTHON) tests/package/wheels.py $(ARGS)
 wheel: env-build ## a wheel for this Python, CPU only, in build/wheel; auditwheel tells where it runs (pip install '.[wheel]')
 	@rm -rf build/wheel build/wheel-raw
 	SIDCOMP_CUDA=0 $(PYTHON) -m pip wheel -q --no-build-isolation --no-deps -w build/wheel-raw .
@@ -278,7 +280,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext commands env env-build env-docs venv-make venv-docs venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers figures registers gpu-check gpu-prebuilt gpu-rehearsal ptx-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
+.PHONY: all ext commands env env-build env-docs venv-make venv-docs venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers figures registers gpu-check gpu-prebuilt gpu-rehearsal ptx-check wheel wheels docs ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 # Else make removes them, as nothing names them. All files would be too many: beside FORCE make takes a secondary one that
 # is there for stale.
