@@ -43,7 +43,7 @@ static inline void take_as(found *f, const uint8_t *old, const uint8_t *now, con
                            uint32_t from, const uint32_t width, uint32_t flip) {
     const uint32_t first = f->count <= f->room ? f->count : 0; /* else they are only counted */
     uint32_t *const gap = f->gap + first, *const step = f->step + first;
-    uint32_t next = f->next;
+    uint32_t next = f->next, many[2][2][LENGTHS] = {{{0}}}; /* two, so that one need not wait for the other */
     for (uint32_t j = 0; j < count; j++) {
         const uint32_t i = place[j];
         const uint32_t zz =
@@ -51,8 +51,10 @@ static inline void take_as(found *f, const uint8_t *old, const uint8_t *now, con
         gap[j] = from + i - next;
         step[j] = zz;
         next = from + i + 1;
-        f->lengths[zz & 1][length_of(zz >> 1)]++;
+        many[j & 1][zz & 1][length_of(zz >> 1)]++;
     }
+    for (uint32_t sign = 0; sign < 2 && count; sign++)
+        for (uint32_t i = 0; i < LENGTHS; i++) f->lengths[sign][i] += many[0][sign][i] + many[1][sign][i];
     f->next = next;
     f->count += count;
 }
@@ -163,22 +165,25 @@ static void end_bits(bits *b) {
 
 static uint64_t words_of(uint64_t bit_count) { return (bit_count + 63) / 64; }
 
-typedef struct extras { /* of each symbol */
-    uint32_t bits[SID_RANS_SYMBOLS], with_sign;
-} extras;
-static extras extras_of(const delta_alphabet *a) {
-    extras e = {.with_sign = a->with_sign};
-    for (uint32_t s = a->zero; s < SID_RANS_SYMBOLS; s++) {
-        uint32_t base;
-        e.bits[s] = delta_extra(a, s, &base);
-    }
-    return e;
+typedef struct coding { /* symbols and how many extra bits they have, by sign and length of z */
+    uint8_t symbol[2][LENGTHS], bits[2][LENGTHS];
+    uint32_t with_sign;
+} coding;
+static coding coding_of(const delta_alphabet *a) {
+    coding c = {.with_sign = a->with_sign};
+    for (uint32_t sign = 0; sign < 2; sign++)
+        for (uint32_t length = 0; length <= a->bits; length++) {
+            uint32_t base;
+            c.symbol[sign][length] = (uint8_t)delta_symbol(a, length, sign);
+            c.bits[sign][length] = (uint8_t)delta_extra(a, c.symbol[sign][length], &base);
+        }
+    return c;
 }
 /* The symbol of a step, whose extra bits go to `to`. */
-static inline uint8_t put_step(const delta_alphabet *a, const extras *e, uint32_t zz, bits *to) {
-    const uint32_t s = delta_symbol(a, length_of(zz >> 1), zz & 1), count = e->bits[s];
-    put_bits(to, zz >> e->with_sign & ((1ull << count) - 1), count);
-    return (uint8_t)s;
+static inline uint8_t put_step(const coding *c, uint32_t zz, bits *to) {
+    const uint32_t length = length_of(zz >> 1), count = c->bits[zz & 1][length];
+    if (count) put_bits(to, zz >> c->with_sign & ((1ull << count) - 1), count);
+    return c->symbol[zz & 1][length];
 }
 
 /* States and words of `n` symbols, of at most the elements' own bytes, to `at`; where they end. */
@@ -234,7 +239,7 @@ static uint32_t best_low(const found *f, uint64_t *high) {
 
 static uint64_t write_sparse(const sid_simd *v, const sid_delta_block *b, const found *f, uint8_t *out) {
     const model m = best_model(f, b->n, DELTA_SPARSE, delta_width(b->kind));
-    const extras e = extras_of(&m.a);
+    const coding c = coding_of(&m.a);
     uint64_t high = 0, at = 0;
     delta_head h = head_of(DELTA_SPARSE, f, &m);
     h.low = (uint8_t)best_low(f, &high);
@@ -248,7 +253,7 @@ static uint64_t write_sparse(const sid_simd *v, const sid_delta_block *b, const 
         put_bits(&to_low, f->gap[i] & ((1u << h.low) - 1), h.low);
         at += f->gap[i] >> h.low;
         ones[at / 8] = (uint8_t)(ones[at / 8] | 1u << at % 8);
-        f->symbol[i] = put_step(&m.a, &e, f->step[i], &to_extra);
+        f->symbol[i] = put_step(&c, f->step[i], &to_extra);
     }
     end_bits(&to_low);
     end_bits(&to_extra);
@@ -257,26 +262,37 @@ static uint64_t write_sparse(const sid_simd *v, const sid_delta_block *b, const 
                   out);
 }
 
+/* The symbols of a tile. */
+static inline void put_tile_as(const coding *c, const uint8_t *old, const uint8_t *now, const uint16_t *place,
+                               uint32_t count, uint8_t *symbol, bits *to, const uint32_t width, uint32_t flip) {
+    for (uint32_t j = 0; j < count; j++) {
+        const uint32_t i = place[j], x = delta_load(old + i * width, width), y = delta_load(now + i * width, width);
+        symbol[i] = put_step(c, step_of(x, y, width, flip), to);
+    }
+}
+
 static uint64_t write_dense(const sid_simd *v, const sid_delta_block *b, const sid_segment *old, const found *f,
                             uint8_t *out) {
     _Alignas(64) uint8_t room[2][DELTA_TILE_BYTES];
+    uint16_t place[DELTA_TILE + 64];
     const uint32_t width = delta_width(b->kind), flip = delta_flip(b->kind);
     const model m = best_model(f, b->n, DELTA_DENSE, width);
-    const extras e = extras_of(&m.a);
+    const coding c = coding_of(&m.a);
     const delta_head h = head_of(DELTA_DENSE, f, &m);
     if (!shorter(b, &m, h.extra)) return 0;
     uint8_t *extra = put_head(out, &h, &m), *symbol = (uint8_t *)f->gap; /* of which there is no more need */
-    bits to_extra = {.to = extra};
+    bits to = {.to = extra};
     delta_cursor was = delta_from(old, b->first), is = delta_from(b->seg, b->first);
+    memset(symbol, 0, b->n);
     for (uint32_t from = 0; from < b->n; from += DELTA_TILE) {
         const uint32_t len = delta_tile_length(b->n, from);
         const uint8_t *x = delta_tile(&was, len, width, room[0]), *y = delta_tile(&is, len, width, room[1]);
-        for (uint32_t i = 0; i < len; i++) {
-            const uint32_t p = delta_load(x + i * width, width), q = delta_load(y + i * width, width);
-            symbol[from + i] = p == q ? 0 : put_step(&m.a, &e, step_of(p, q, width, flip), &to_extra);
-        }
+        const uint32_t count = v->changes(x, y, len, width, place);
+        if (width == 1) put_tile_as(&c, x, y, place, count, symbol + from, &to, 1, flip);
+        if (width == 2) put_tile_as(&c, x, y, place, count, symbol + from, &to, 2, flip);
+        if (width == 4) put_tile_as(&c, x, y, place, count, symbol + from, &to, 4, flip);
     }
-    end_bits(&to_extra);
+    end_bits(&to);
     return (uint64_t)(put_code(v, &m, symbol, b->n, extra + 8ull * h.extra, out + sid_delta_bound(b->kind, b->n)) -
                       out);
 }

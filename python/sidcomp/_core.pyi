@@ -576,8 +576,8 @@ def delta_encode(
     kind: int,
     first: int,
     n: int,
-    work: bytearray,
-    out: bytearray,
+    work: bytearray | memoryview,
+    out: bytearray | memoryview,
     offset: int = ...,
 ) -> tuple[int, int]:
     """The checksum of the new elements and the bytes of the body, which is written to `out`."""

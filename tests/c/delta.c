@@ -117,11 +117,12 @@ enum {
 
 static uint32_t moved(rng *r, uint32_t x, int how, uint32_t width, uint32_t flip) {
     const uint32_t most = ~0u >> (32 - 8 * width);
+    const uint32_t shift = rng_below(r, 32), any = (uint32_t)rng_next(r);
     uint32_t d = 1;
     if (how == BY_FEW || how == UPWARD)
         while (d < 60 && !rng_below(r, 4)) d++;
-    if (how == BY_SCALE) d = 1 + ((uint32_t)rng_next(r) >> rng_below(r, 32)) % most;
-    if (how == BY_ANY) d = 1 + (uint32_t)rng_next(r) % most;
+    if (how == BY_SCALE) d = 1 + (any >> shift) % most;
+    if (how == BY_ANY) d = 1 + any % most;
     if (how != UPWARD && rng_below(r, 2)) d = 0u - d;
     if (!(d & most)) d = 1;
     return delta_order((delta_order(x, width, flip) + d) & most, width, flip);
@@ -416,7 +417,7 @@ void test_delta_flips(void) {
                 for (uint32_t bit = 0; bit < 9; bit++) {
                     const uint8_t was = c.body.p[i];
                     sid_error err;
-                    c.body.p[i] = bit == 8 ? (uint8_t)(was + 7) : (uint8_t)(was ^ 1u << bit);
+                    c.body.p[i] = (uint8_t)(bit == 8 ? was + 7u : was ^ 1u << bit);
                     const sid_status s = sid_delta_check(&at, c.body.p, &c.entry, &err);
                     wrote += memcmp(keep.p, p.old.p, bytes) != 0;
                     if (s == SID_OK) {

@@ -15,7 +15,7 @@ static const sid_delta_kind kinds[] = {SID_DELTA_PLAIN8, SID_DELTA_PLAIN16, SID_
 static void edit(uint8_t *body, size_t bytes, const uint8_t *d, size_t size) {
     for (; size >= 3 && bytes; d += 3, size -= 3) { /* place, how, what */
         const size_t at = ((size_t)d[0] | (size_t)(d[1] & 15) << 8) % bytes;
-        body[at] = d[1] & 16 ? d[2] : d[1] & 32 ? (uint8_t)(body[at] + d[2]) : (uint8_t)(body[at] ^ 1u << d[2] % 8);
+        body[at] = (uint8_t)(d[1] & 16 ? d[2] : d[1] & 32 ? body[at] + 1u * d[2] : body[at] ^ 1u << d[2] % 8);
     }
 }
 

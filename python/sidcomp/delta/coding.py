@@ -75,21 +75,26 @@ def make(
         return _make_full(head, to, blocks, start, threads)
     own = threading.local()  # memory of each thread
     most = max((b.n for b in blocks), default=0)
+    room = max((_core.delta_bound(b.kind, b.n) for b in blocks), default=0)
 
     def code(b: Block) -> tuple[Block, bytes]:
         if not hasattr(own, "work"):
-            own.work = bytearray(_core.delta_work(most))
-            own.out = bytearray(_core.delta_bound(4, most))
+            own.work, own.out = _memory(_core.delta_work(most)), _memory(room)
         checksum, size = _core.delta_encode(
             since.segments[b.kind], to.segments[b.kind], b.kind, b.first, b.n, own.work, own.out
         )
-        return b._replace(checksum=checksum, bytes=size), bytes(memoryview(own.out)[:size])
+        return b._replace(checksum=checksum, bytes=size), bytes(own.out[:size])
 
     coded = _each(code, blocks, threads)
     total = start + sum(padded(b.bytes) for b, _ in coded) + _core.delta_slack
     parts = [pack_head(head, [b for b, _ in coded], total)]
     parts += [body.ljust(padded(len(body)), b"\0") for _, body in coded]
     return bytearray(b"").join([*parts, bytes(_core.delta_slack)])
+
+
+def _memory(size: int) -> memoryview:
+    """Not filled with zeros, so that of it only what is used takes time."""
+    return memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy())  # type: ignore[arg-type]
 
 
 def _make_full(
