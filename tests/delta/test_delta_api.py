@@ -262,7 +262,7 @@ def test_shared_memory_is_sent_once_and_changed_once() -> None:
 def test_memory_that_is_shared_on_one_side_only() -> None:
     old = {name: x.clone() for name, x in tied().items()}
     old["head"][0] += 1
-    new = tied(1)  # tied only now: both are sent, because they were different
+    new = tied(1)  # tied only now, and different before
     message = delta.encode(old, new)
     delta.apply(old, message)
     assert equal(old["head"], new["head"]) and equal(old["embed"], new["embed"])

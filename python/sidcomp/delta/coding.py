@@ -21,7 +21,7 @@ from sidcomp.delta.message import (
     padded,
     parse,
 )
-from sidcomp.delta.tensors import Leaf, Vectors, Weights, apart, equal, fit, leaves, match
+from sidcomp.delta.tensors import Leaf, Vectors, Weights, apart, fit, leaves, match
 from sidcomp.errors import ArgumentError, CorruptPayloadError, DeltaError, MismatchError
 
 Data = bytes | bytearray | memoryview | torch.Tensor
@@ -45,7 +45,7 @@ def encode(old: Weights, new: Weights, *, threads: int | None = None) -> bytearr
                 Neither is changed
     threads     [torch.get_num_threads()] of this call
 
-    Tensors that are the same memory in `new`, and equal in `old`, are sent once. Tensors that are not
+    Tensors that are the same memory in `new` are sent once. Tensors that are not
     contiguous, or on a GPU, are copied to the CPU first. Raises DeltaError, which names the tensor, for
     tensors that share a part of their memory, and for names, shapes or dtypes that differ.
     """
@@ -62,7 +62,7 @@ def make(
     block: int = _core.delta_block,
 ) -> bytearray:
     """A message; a full one if old is None."""
-    table = _table(old, new)
+    table = _table(new)
     if old is not None:
         fit(table, {name: leaf._replace(same=None) for name, leaf in old.items()}, "old")
     head = Head(old is None, *stamp, block, table)
@@ -118,16 +118,12 @@ def _make_full(
     return out
 
 
-def _table(old: dict[str, Leaf] | None, new: dict[str, Leaf]) -> tuple[Tensor, ...]:
-    """The tensors of a message. What is the same memory is one if it was equal before, too."""
+def _table(new: dict[str, Leaf]) -> tuple[Tensor, ...]:
+    """The tensors of a message. Of those that are the same memory one is sent, whatever the others were; a
+    receiver in whose memory they are apart copies it."""
     place = {name: k for k, name in enumerate(new)}
-    out = []
-    for name, leaf in new.items():
-        same = leaf.same
-        if same is not None and old is not None and not equal(old[name], old[same]):
-            same = None
-        out.append(Tensor(name, leaf.dtype, leaf.shape, None if same is None else place[same]))
-    return tuple(out)
+    same = {name: None if leaf.same is None else place[leaf.same] for name, leaf in new.items()}
+    return tuple(Tensor(name, leaf.dtype, leaf.shape, same[name]) for name, leaf in new.items())
 
 
 def _each(call: Callable[..., _T], items: Iterable[object], threads: int | None) -> list[_T]:

@@ -163,10 +163,6 @@ def fit(table: Sequence[Tensor], there: dict[str, Leaf], what: str) -> None:
             raise DeltaError(f"{what}: {both} here, but not where the message is from; pass copies")
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1).view(torch.uint8)
-
-
 def flat(leaf: Leaf) -> torch.Tensor:
     """Its elements in the memory of the CPU, one after the other: the tensor itself, or a copy."""
     x = leaf.tensor
@@ -175,11 +171,6 @@ def flat(leaf: Leaf) -> torch.Tensor:
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj().resolve_neg().to("cpu", memory_format=torch.contiguous_format, copy=True)
-
-
-def equal(x: Leaf, y: Leaf) -> bool:
-    """Whether all bits are."""
-    return torch.equal(_bits(flat(x)), _bits(flat(y)))
 
 
 class Vectors:
