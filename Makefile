@@ -38,7 +38,7 @@ UNDEF    = $(if $(DARWIN),-undefined dynamic_lookup)
 # csrc/isa/simd.c is compiled once per instruction set; elsewhere than on x86-64 there is only the base.
 # -Wno-psabi: its vector types never cross a call, so how they would be passed does not matter.
 X86     := $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null))
-CSRC    := $(sort $(wildcard csrc/core/*.c csrc/codec/*.c csrc/memory/*.c csrc/fusion/*.c csrc/exchange/*.c))
+CSRC    := $(sort $(wildcard csrc/core/*.c csrc/codec/*.c csrc/memory/*.c csrc/fusion/*.c csrc/exchange/*.c csrc/delta/*.c))
 COBJ     = $(CSRC:%=$O/%.o) $O/isa/base.o $(if $(X86),$O/isa/avx2.o $O/isa/avx512.o)
 BINDING := $(sort $(wildcard python/binding/*.cpp))
 CUSRC   := $(sort $(wildcard cuda/*/*.cu))
@@ -111,7 +111,7 @@ RUNS ?= 100000
 # because the harness starts from sound payloads and signs what it changed.
 FUZZFLAGS = -O2 -g -fsanitize-coverage=inline-8bit-counters,pc-table
 FUZZCC ?= $(if $(shell command -v clang),clang,$(CC))
-fuzz: ## arbitrary bytes into decode, header checks, states and the planners (RUNS=10000000; libFuzzer where clang has it)
+fuzz: ## arbitrary bytes into decode, header checks, deltas, states and the planners (RUNS=10000000; libFuzzer where clang has it)
 	@mkdir -p build/fuzz; printf '%s\n' '#include <stddef.h>' 'int LLVMFuzzerTestOneInput(const unsigned char *, size_t);' \
 	    'int LLVMFuzzerTestOneInput(const unsigned char *d, size_t n) { return d == 0 && n == 0; }' > build/fuzz/probe.c
 	+@if $(FUZZCC) -fsanitize=fuzzer,address build/fuzz/probe.c -o build/fuzz/probe 2>/dev/null; then \
@@ -120,8 +120,8 @@ fuzz: ## arbitrary bytes into decode, header checks, states and the planners (RU
 	    $(SUB) fuzz-run CC=$(FUZZCC) SAN=address,undefined CFLAGS='-O2 -g' O=build/fuzz/alone; fi
 # exchange, fusion: a tenth of the runs, which are whole steps of all ranks, or compared with brute force. state: a fiftieth, each
 # of them four steps.
-fuzz-run: $O/fuzz-header $O/fuzz-decode $O/fuzz-exchange $O/fuzz-fusion $O/fuzz-state
-	@for t in header decode exchange fusion state; do mkdir -p build/fuzz/corpus-$$t && runs=$(RUNS) && \
+fuzz-run: $O/fuzz-header $O/fuzz-decode $O/fuzz-delta $O/fuzz-exchange $O/fuzz-fusion $O/fuzz-state
+	@for t in header decode delta exchange fusion state; do mkdir -p build/fuzz/corpus-$$t && runs=$(RUNS) && \
 	    case $$t in exchange|fusion) runs=$$((runs / 10));; state) runs=$$((runs / 50));; esac && echo "fuzz $$t, $$runs runs" && \
 	    $O/fuzz-$$t -runs=$$runs -max_len=256 -rss_limit_mb=2048 -print_final_stats=1 -verbosity=0 -artifact_prefix=build/fuzz/ build/fuzz/corpus-$$t || exit 1; done
 
@@ -284,5 +284,5 @@ FORCE:
         lint format clean help FORCE
 # Else make removes them, as nothing names them. All files would be too many: beside FORCE make takes a secondary one that
 # is there for stale.
-.SECONDARY: $(FUZZOBJ) $(patsubst %,$O/tests/fuzz/%.c.o,header decode exchange fusion state)
+.SECONDARY: $(FUZZOBJ) $(patsubst %,$O/tests/fuzz/%.c.o,header decode delta exchange fusion state)
 -include $(wildcard $(DEPS))

@@ -493,6 +493,23 @@ def keep(out: Path) -> None:
     shutil.copy(out / "train.png", ROOT / "docs" / "images" / "train.png")
 
 
+@table
+def deltas() -> list[Row]:
+    """Dense bytes over sent ones, by the share of synthetic weights that change and after real steps."""
+    out: dict[str, Row] = {}
+    for row in record("delta")["rows"]:
+        real = row["source"].startswith("transformer")
+        share = float(row["changed"].split()[0])
+        column = row["source"].removeprefix("transformer, ") if real else f"{share:.2g} %"
+        cells = out.setdefault(
+            row["method"], {"method": row["method"].replace("sidcomp.delta", "`sidcomp.delta`")}
+        )
+        cells[column.replace("1 steps", "1 step")] = row["dense / sent"]
+        if not real and 0.9 < share < 1.1:
+            cells |= {f"{what}, GB/s": row[f"{what} GB/s"].split(" [")[0] for what in ("encode", "apply")}
+    return [dict(sorted(cells.items(), key=lambda c: "GB/s" in c[0])) for cells in out.values()]
+
+
 # ---- the pages -----------------------------------------------------------------------------------
 
 

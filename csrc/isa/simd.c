@@ -28,6 +28,7 @@
 #include "halves.inc.h"
 #include "signs.inc.h"
 #include "checksum.inc.h"
+#include "delta.inc.h"
 #include "random.inc.h"
 /* clang-format on */
 
@@ -115,21 +116,18 @@
     .vote = vote, \
     .merge = merge, \
     .checksum = checksum, \
+    .gaps = gaps, \
+    .extras = extras, \
     .draw16 = draw16, \
     .draw32 = draw32,
 /* clang-format on */
 
 const sid_simd GLUE(sid_simd_, SID_ISA) = {
-    PRIMITIVES.name = TEXT(SID_ISA),
-    .capture = capture,
-    .unpack = unpack,
-    .ascending = ascending,
+    PRIMITIVES.name = TEXT(SID_ISA), .capture = capture, .unpack = unpack, .ascending = ascending, .changes = changes,
 };
 #ifdef SID_HAS_AVX512
 const sid_simd sid_simd_avx512vbmi2 = {
-    PRIMITIVES.name = "avx512vbmi2",
-    .capture = capture_vbmi2,
-    .unpack = unpack_vbmi2,
-    .ascending = ascending_vbmi2,
+    PRIMITIVES.name = "avx512vbmi2", .capture = capture_vbmi2, .unpack = unpack_vbmi2,
+    .ascending = ascending_vbmi2,    .changes = changes_vbmi2,
 };
 #endif

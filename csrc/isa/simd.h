@@ -90,6 +90,24 @@ typedef struct sid_rans_stream {
         room; /* decode: how many have been read, and how many there are: `at` is larger if there were too few */
 } sid_rans_stream;
 
+/* Where reading the gaps of a delta has come to: `low` bits of each, and high bits, words of 64, of which `word` is what is left of the
+ * last one that was read. */
+typedef struct sid_gaps {
+    const uint8_t *lows, *high;
+    uint64_t word, word_at, words, sum; /* sum: of the low bits so far */
+    uint32_t low, seen;                 /* changes so far */
+} sid_gaps;
+enum {
+    SID_GAP_LOW = 23 /* the most */
+};
+/* The same of the steps' extra bits, from bit `at` to before `end`. A symbol has bits[symbol] of them, up to 32, and its step is base[symbol] and
+ * these, shifted up. */
+typedef struct sid_extras {
+    const uint8_t *from;
+    uint64_t at, end;
+    uint32_t up, bits[SID_RANS_SYMBOLS], base[SID_RANS_SYMBOLS];
+} sid_extras;
+
 typedef struct sid_simd {
     const char *name;
 
@@ -264,6 +282,13 @@ typedef struct sid_simd {
     /* checksum.inc.h: what `count` words at w, an even number, add to a message's checksum (wire.h); they are its words from
      * `from` on, a multiple of 16. */
     uint64_t (*checksum)(const uint32_t *w, uint64_t from, uint64_t count);
+
+    /* delta.inc.h: changes: the places where elements of 1, 2 or 4 bytes of a and b differ, n at most 65536; returns how many. May
+     * write up to 64 past them. gaps: the positions of the next changes; 0 if one is not below n. extras: the steps of symbols, 0 if
+     * there are not enough bits. Both may read 8 bytes past the last bit. */
+    uint32_t (*changes)(const void *a, const void *b, uint32_t n, uint32_t width, uint16_t *place);
+    int (*gaps)(sid_gaps *g, uint32_t count, uint32_t n, uint32_t *at);
+    int (*extras)(sid_extras *e, const uint8_t *symbol, uint32_t count, uint32_t *step);
 
     /* random.inc.h: random bits (rng.h) of elements offset .. offset + len of the stream; `offset` a multiple of 8, room in
      * out for 512 bytes from any multiple of 512 that it reaches. draw16: 16 bits an element, at half the cost. */

@@ -26,6 +26,7 @@ using std::string;
 void bind_errors(py::module_ &m);
 void bind_registry(py::module_ &m);
 void bind_buffers(py::module_ &m);
+void bind_delta(py::module_ &m);
 void bind_plan(py::module_ &m);
 void bind_exchange(py::module_ &m);
 void bind_cuda(py::module_ &m); // after plan and exchange, whose classes it completes

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_core, m) {
     binding::bind_errors(m);
     binding::bind_registry(m);
     binding::bind_buffers(m);
+    binding::bind_delta(m);
     binding::bind_plan(m);
     binding::bind_exchange(m);
     binding::bind_cuda(m);

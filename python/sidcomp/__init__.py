@@ -4,7 +4,8 @@
 
 Importing this package needs neither torch nor numpy: parts that need torch are loaded when they are first
 used. Planning without a run is in `sidcomp.planner`, simulated networks and ranks in `sidcomp.simulation`,
-FSDP2's other collectives in `sidcomp.fsdp`, the process-group backend in `sidcomp.backend`.
+deltas of weights in `sidcomp.delta`, FSDP2's other collectives in `sidcomp.fsdp`, the process-group backend
+in `sidcomp.backend`.
 """
 
 from importlib import import_module
@@ -22,6 +23,7 @@ from sidcomp.standalone.compressor import Compressor
 
 if TYPE_CHECKING:
     from sidcomp import backend as backend
+    from sidcomp import delta as delta
     from sidcomp import fsdp as fsdp
     from sidcomp.doors.ddp import hook
     from sidcomp.run import Run, compress
@@ -32,6 +34,7 @@ _LAZY = {
     "State": "sidcomp.state",
     "backend": "sidcomp.backend",
     "compress": "sidcomp.run",
+    "delta": "sidcomp.delta",
     "fsdp": "sidcomp.fsdp",
     "hook": "sidcomp.doors.ddp",
     "preset": "sidcomp.state",

@@ -1,7 +1,9 @@
 """The C core (csrc/sidcomp.h) from Python. Pointers and CUDA streams are integers; calls release the GIL."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, overload
+from typing import TypeAlias, TypedDict, overload
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 version: str
 cuda_built: bool
@@ -553,3 +555,53 @@ class Instance:
 def checksum(segments: Segments, dtype: str) -> int: ...
 def scale(segments: Segments, dtype: str, factor: float) -> None:
     """Multiplies the segments by `factor`, in place, computed in float32 and rounded once."""
+
+# Deltas (csrc/sidcomp_delta.h), a block of elements `first` to `first + n` of the segments a call.
+
+delta_block: int  # elements of a block, at most
+delta_slack: int  # bytes behind a body that must be readable
+delta_floats: int  # to be or'ed to the bytes of an element where it is a float
+
+def delta_bound(kind: int, n: int) -> int: ...
+def delta_work(n: int) -> int: ...
+def delta_bytes(kind: int, n: int) -> int:
+    """The bytes of a body that holds n elements themselves."""
+
+def delta_aligned(data: Buffer) -> bool:
+    """Whether they begin at a multiple of 8 bytes of memory."""
+
+def delta_encode(
+    old: Segments | None,
+    new: Segments,
+    kind: int,
+    first: int,
+    n: int,
+    work: bytearray | memoryview,
+    out: bytearray | memoryview,
+    offset: int = ...,
+) -> tuple[int, int]:
+    """The checksum of the new elements and the bytes of the body, which is written to `out`."""
+
+def delta_check(
+    segments: Segments,
+    kind: int,
+    first: int,
+    n: int,
+    message: Buffer,
+    offset: int,
+    bytes: int,
+    checksum: int,
+) -> None:
+    """Raises CorruptPayloadError or MismatchError unless the body leads to elements of that checksum."""
+
+def delta_apply(
+    segments: Segments,
+    kind: int,
+    first: int,
+    n: int,
+    message: Buffer,
+    offset: int,
+    bytes: int,
+    checksum: int,
+) -> None: ...
+def delta_checksum(data: Buffer, offset: int, bytes: int) -> int: ...

@@ -21,6 +21,7 @@ __all__ = [
     "ArgumentError",
     "CheckpointError",
     "CorruptPayloadError",
+    "DeltaError",
     "DeviceError",
     "DivergenceError",
     "ExchangeError",
@@ -64,3 +65,10 @@ class SidcompWarning(UserWarning):
 
 class CheckpointError(SidcompError, ValueError):
     """A state_dict is damaged, or does not fit this State, model or world size."""
+
+
+class DeltaError(SidcompError, ValueError):
+    """A delta of weights is damaged or does not fit these weights, which are as they were. If the weights are
+    of another version than the one that it leads on from, `needs` is that one."""
+
+    needs: int | None = None

@@ -26,6 +26,15 @@
     X(moments)                                                                                                         \
     X(deadzone_full)                                                                                                   \
     X(deadzone_parts)                                                                                                  \
+    X(delta_order)                                                                                                     \
+    X(delta_changes)                                                                                                   \
+    X(delta_gaps)                                                                                                      \
+    X(delta_round_trip)                                                                                                \
+    X(delta_segments)                                                                                                  \
+    X(delta_size)                                                                                                      \
+    X(delta_refused)                                                                                                   \
+    X(delta_strict)                                                                                                    \
+    X(delta_flips)                                                                                                     \
     X(cuda_absent)                                                                                                     \
     X(round_trip)                                                                                                      \
     X(settings)                                                                                                        \

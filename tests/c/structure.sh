@@ -23,7 +23,7 @@ only() { # FILES..., --, the headers of the project that they may include
 }
 
 only csrc/wire.h csrc/sidcomp.h --
-only csrc/sidcomp_cuda.h -- sidcomp.h
+only csrc/sidcomp_cuda.h csrc/sidcomp_delta.h -- sidcomp.h
 only csrc/sidcomp_nccl.h -- sidcomp_cuda.h
 only csrc/bits.h csrc/rans.h csrc/rng.h csrc/special.h csrc/sums.h -- wire.h
 only csrc/core/plan.h -- '\.\./(sidcomp|wire).h'
@@ -36,13 +36,15 @@ only csrc/memory/*.c -- '\.\./codec.h'
 only csrc/core/{checksum,core,sound,vectors}.h -- '\.\./codec.h'
 only csrc/core/registry.c -- core.h '\.\./exchange/exchange.h' '\.\./(codecs|exchanges|memories).def'
 only $(ls csrc/core/*.c | grep -v registry.c) -- '(checksum|core|sound|vectors).h' '\.\./sidcomp_cuda.h'
+only csrc/delta/*.h -- '\.\./(core/core|sidcomp_delta).h'
+only csrc/delta/*.c -- delta.h
 only csrc/fusion.h --
 only csrc/fusion/*.h -- '\.\./fusion.h'
 only csrc/fusion/*.c -- planner.h
 only csrc/exchange/*.h -- '\.\./(core/core.h|exchanges.def)'
 only csrc/exchange/*.c -- exchange.h '\.\./(core/checksum|core/vectors|sidcomp_cuda|sidcomp_nccl).h'
 none 'internal.h is for cuda/ and the tests' grep -rn '"\(\.\./\)*internal\.h"' csrc
-only python/binding/*.[ch]pp -- fusion.h 'sidcomp(_cuda|_nccl)?.h' '[a-z]+\.hpp'
+only python/binding/*.[ch]pp -- fusion.h 'sidcomp(_cuda|_delta|_nccl)?.h' '[a-z]+\.hpp'
 
 only cuda/core/map.h -- internal.h
 only cuda/core/*.cu* -- '(call|codec|device|header|memories|pass)\.cuh' '(map|emulate)\.h' '(codecs|memories)\.def'

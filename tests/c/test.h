@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "sidcomp.h"
+#include "sidcomp_delta.h"
 #include "wire.h"
 
 void test_report(const char *file, int line, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
@@ -52,6 +53,9 @@ int core_left(int status, const char *call);
 #define sid_exchange_unsend(...) IN_CORE(sid_exchange_unsend, __VA_ARGS__)
 #define sid_exchange_forget(...) IN_CORE(sid_exchange_forget, __VA_ARGS__)
 #define sid_exchange_rescale(...) IN_CORE(sid_exchange_rescale, __VA_ARGS__)
+#define sid_delta_encode(...) IN_CORE(sid_delta_encode, __VA_ARGS__)
+#define sid_delta_check(...) IN_CORE(sid_delta_check, __VA_ARGS__)
+#define sid_delta_apply(...) IN_CORE(sid_delta_apply, __VA_ARGS__)
 #define sid_loopback(...) IN_CORE(sid_loopback, __VA_ARGS__)
 
 /* ---- random numbers ---------------------------------------------------------------------------------------------- */

@@ -305,10 +305,15 @@ def test_the_readme_is_read_in_a_minute() -> None:
 
 
 # Beside results.md, whose tables a script makes.
-USER = "start which-one updates fsdp frameworks checkpoints codecs troubleshooting supported glossary api"
+USER = (
+    "start which-one updates fsdp frameworks checkpoints codecs troubleshooting supported glossary api delta"
+)
 
 
 def test_the_users_pages_are_few_and_short() -> None:
     pages = [ROOT / "docs" / f"{name}.md" for name in USER.split()]
     words = {page.name: len(page.read_text().split()) for page in pages if page.exists()}
-    assert max(words.values()) <= 1500 and sum(words.values()) <= 10_000, words
+    own = 600  # of delta.md: a product of its own
+    assert max(words.values()) <= 1500 and words["delta.md"] <= own and sum(words.values()) <= 10_000 + own, (
+        words
+    )

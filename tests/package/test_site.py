@@ -33,7 +33,7 @@ def test_the_api_page_has_every_public_name() -> None:
     errors = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
     assert errors == set(sidcomp.errors.__all__)
     assert public - shown == {"errors", "planner", "simulation"} and shown <= public
-    assert modules == {"backend", "frameworks", "fsdp", "planner", "simulation"}
+    assert modules == {"backend", "delta", "frameworks", "fsdp", "planner", "simulation"}
     for name, base in re.findall(r"^\| `(\w+)` \|(?: `(\w+)`)? \|", page, re.M):
         bases = {b.__name__ for b in getattr(sidcomp, name).__mro__}
         assert base in bases if base else not bases & {"ValueError", "RuntimeError", "NotImplementedError"}

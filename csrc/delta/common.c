@@ -1,0 +1,52 @@
+/* Sizes, arguments and checksums of deltas. */
+#include "delta.h"
+
+uint64_t sid_delta_bytes(sid_delta_kind kind, uint64_t n) {
+    if (!delta_known(kind) || n > SID_DELTA_BLOCK) return 0;
+    return DELTA_RAW_AT + n * delta_width(kind);
+}
+uint64_t sid_delta_bound(sid_delta_kind kind, uint64_t n) { return sid_round_up(sid_delta_bytes(kind, n), 8); }
+
+const sid_simd *delta_sound(const sid_delta_block *b, sid_status *status, sid_error *err) {
+    const sid_simd *v = b ? sid_simd_for(b->isa) : NULL;
+    uint64_t left = b ? b->first + b->n : 0;
+    *status = SID_E_ARG;
+    if (!b || !delta_known(b->kind))
+        *status = sid_fail(err, SID_E_ARG, "there is no such kind of elements");
+    else if (!b->n || b->n > SID_DELTA_BLOCK || left < b->n)
+        *status = sid_fail(err, SID_E_ARG, "a block has 1 to %d elements, not %u", (int)SID_DELTA_BLOCK, b->n);
+    else if (!v)
+        *status = sid_fail(err, SID_E_UNSUPPORTED, "this processor has not the instruction set that was asked for");
+    else {
+        for (uint32_t i = 0; i < b->n_seg && left; i++) left -= b->seg[i].len < left ? b->seg[i].len : left;
+        if (!left) return v;
+        *status = sid_fail(err, SID_E_ARG, "the block ends %llu elements after the vector", (unsigned long long)left);
+    }
+    return NULL;
+}
+
+uint64_t delta_sum(const sid_simd *v, const sid_delta_block *b) {
+    _Alignas(64) uint8_t room[DELTA_TILE_BYTES];
+    const uint32_t width = delta_width(b->kind);
+    delta_cursor c = delta_from(b->seg, b->first);
+    uint64_t sum = 0;
+    for (uint32_t from = 0; from < b->n; from += DELTA_TILE) {
+        const uint32_t len = delta_tile_length(b->n, from);
+        sum += delta_tile_sum(v, delta_tile(&c, len, width, room), from, len, width);
+    }
+    return sum;
+}
+
+uint64_t sid_delta_checksum(const void *data, uint64_t bytes) {
+    const sid_segment seg = {(void *)(uintptr_t)data, bytes};
+    const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
+    delta_cursor c = {&seg, 0};
+    uint64_t sum = 0;
+    for (uint64_t at = 0; at < bytes; at += DELTA_TILE) {
+        _Alignas(64) uint8_t room[DELTA_TILE_BYTES];
+        const uint32_t len = bytes - at < DELTA_TILE ? (uint32_t)(bytes - at) : DELTA_TILE;
+        sum +=
+            v->checksum((const uint32_t *)(const void *)delta_tile(&c, len, 1, room), at / 4, sid_round_up(len, 8) / 4);
+    }
+    return sum;
+}

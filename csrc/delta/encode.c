@@ -1,0 +1,331 @@
+/* Encode: one pass over both vectors finds what changes, and counts; a block in which more than a quarter changes is read again.
+ *
+ * Everything but the rANS words has a size that is known from the counts, so a body is written in place: the words grow downward
+ * from the end of `out`, and are moved to where the rest ends. A body that may be longer than the elements themselves is raw. */
+#include "delta.h"
+
+enum {
+    SPARSE_SHARE =
+        4, /* at most 1 / 4 of the elements of a sparse body change: beyond it, gaps cost more than symbols of all */
+    LENGTHS = 32
+};
+
+/* What is found in the first pass: of a block that becomes sparse, every change in order. */
+typedef struct found {
+    uint32_t *gap, *step; /* elements before it that stay; 2 z + sign */
+    uint8_t *symbol;
+    uint32_t room, count; /* changes that there is room for, besides those of a tile; changes */
+    uint32_t next;        /* the element after the last change */
+    uint32_t lengths[2][LENGTHS];
+} found;
+
+uint64_t sid_delta_work(uint64_t n) {
+    if (n > SID_DELTA_BLOCK) return 0;
+    return sid_round_up(9 * (n / SPARSE_SHARE + DELTA_TILE), 8);
+}
+static found found_in(void *work, uint32_t n) {
+    const uint32_t room = n / SPARSE_SHARE, all = room + DELTA_TILE;
+    uint32_t *gap = work;
+    return (found){.gap = gap, .step = gap + all, .symbol = (uint8_t *)(gap + 2 * (size_t)all), .room = room};
+}
+
+static inline uint32_t length_of(uint32_t z) { return z ? 32u - (uint32_t)__builtin_clz(z) : 0; }
+
+/* 2 z + sign of a change from x to y. */
+static inline uint32_t step_of(uint32_t x, uint32_t y, uint32_t width, uint32_t flip) {
+    const uint32_t most = ~0u >> (32 - 8 * width);
+    const uint32_t d = (delta_order(y, width, flip) - delta_order(x, width, flip)) & most, sign = d >> (8 * width - 1);
+    return (sign ? ~d & most : d - 1) << 1 | sign;
+}
+
+/* The changes of a tile, whose first element is `from`. */
+static inline void take_as(found *f, const uint8_t *old, const uint8_t *now, const uint16_t *place, uint32_t count,
+                           uint32_t from, const uint32_t width, uint32_t flip) {
+    const uint32_t first = f->count <= f->room ? f->count : 0; /* else they are only counted */
+    uint32_t *const gap = f->gap + first, *const step = f->step + first;
+    uint32_t next = f->next, many[2][2][LENGTHS] = {{{0}}}; /* two, so that one need not wait for the other */
+    for (uint32_t j = 0; j < count; j++) {
+        const uint32_t i = place[j];
+        const uint32_t zz =
+            step_of(delta_load(old + i * width, width), delta_load(now + i * width, width), width, flip);
+        gap[j] = from + i - next;
+        step[j] = zz;
+        next = from + i + 1;
+        many[j & 1][zz & 1][length_of(zz >> 1)]++;
+    }
+    for (uint32_t sign = 0; sign < 2 && count; sign++)
+        for (uint32_t i = 0; i < LENGTHS; i++) f->lengths[sign][i] += many[0][sign][i] + many[1][sign][i];
+    f->next = next;
+    f->count += count;
+}
+static void take(found *f, const uint8_t *old, const uint8_t *now, const uint16_t *place, uint32_t count, uint32_t from,
+                 uint32_t width, uint32_t flip) {
+    if (width == 1) take_as(f, old, now, place, count, from, 1, flip);
+    if (width == 2) take_as(f, old, now, place, count, from, 2, flip);
+    if (width == 4) take_as(f, old, now, place, count, from, 4, flip);
+}
+
+static uint64_t find(const sid_simd *v, const sid_delta_block *b, const sid_segment *old, found *f) {
+    _Alignas(64) uint8_t room[2][DELTA_TILE_BYTES];
+    uint16_t place[DELTA_TILE + 64];
+    uint64_t sum = 0;
+    const uint32_t width = delta_width(b->kind), flip = delta_flip(b->kind);
+    delta_cursor was = delta_from(old, b->first), is = delta_from(b->seg, b->first);
+    for (uint32_t from = 0; from < b->n; from += DELTA_TILE) {
+        const uint32_t len = delta_tile_length(b->n, from);
+        const uint8_t *x = delta_tile(&was, len, width, room[0]), *y = delta_tile(&is, len, width, room[1]);
+        const uint32_t count = v->changes(x, y, len, width, place);
+        sum += delta_tile_sum(v, y, from, len, width);
+        take(f, x, y, place, count, from, width, flip);
+    }
+    return sum;
+}
+
+/* ---- the model ----------------------------------------------------------------------------------------------------- */
+
+/* A choice of symbols, and what it costs. */
+typedef struct model {
+    delta_alphabet a;
+    uint32_t symbols, count[SID_RANS_SYMBOLS]; /* used symbols, and those below them, but 2 at least */
+    uint16_t freq[SID_RANS_SYMBOLS];
+    uint64_t extra, code; /* bits; those of the code as the model has them */
+} model;
+
+/* Frequencies near the counts' shares, none 0. */
+static void set_frequencies(model *m) {
+    uint64_t total = 0;
+    uint32_t sum = 0, largest = 0;
+    for (uint32_t s = 0; s < m->symbols; s++) {
+        total += m->count[s];
+        if (m->count[s] > m->count[largest]) largest = s;
+    }
+    for (uint32_t s = 0; s < m->symbols; s++) {
+        const uint64_t f = (m->count[s] * (uint64_t)SID_RANS_TOTAL + total / 2) / total;
+        m->freq[s] = (uint16_t)(f ? f : 1);
+        sum += m->freq[s];
+    }
+    /* of 16 symbols the most frequent has a sixteenth, and all of them together are at most 16 off */
+    m->freq[largest] = (uint16_t)(m->freq[largest] + SID_RANS_TOTAL - sum);
+}
+
+static model model_of(const found *f, uint32_t n, const delta_alphabet *a) {
+    model m = {.a = *a, .symbols = 2};
+    uint64_t code = 0;
+    if (a->zero) m.count[0] = n - f->count;
+    for (uint32_t sign = 0; sign < 2; sign++)
+        for (uint32_t length = 0; length <= a->bits; length++)
+            if (f->lengths[sign][length]) {
+                uint32_t base;
+                const uint32_t s = delta_symbol(a, length, sign), many = f->lengths[sign][length];
+                m.count[s] += many;
+                m.extra += (uint64_t)many * delta_extra(a, s, &base);
+                if (s >= m.symbols) m.symbols = s + 1;
+            }
+    set_frequencies(&m);
+    for (uint32_t s = 0; s < m.symbols; s++) code += (uint64_t)m.count[s] * sid_rans_cost(m.freq[s]);
+    m.code = code >> 16;
+    return m;
+}
+
+/* The best alphabet; where two are as good, the first. */
+static model best_model(const found *f, uint32_t n, uint32_t mode, uint32_t width) {
+    model best = {.extra = UINT64_MAX};
+    uint32_t longest = 0;
+    for (uint32_t length = 0; length < LENGTHS; length++)
+        if (f->lengths[0][length] | f->lengths[1][length]) longest = length;
+    for (uint32_t with_sign = 2; with_sign-- > 0;)
+        for (uint32_t shift = 0; shift <= longest; shift++) {
+            const delta_alphabet a = delta_alphabet_of(shift, with_sign, mode, width);
+            const model m = model_of(f, n, &a);
+            if (best.extra == UINT64_MAX || m.extra + m.code < best.extra + best.code) best = m;
+        }
+    return best;
+}
+
+/* ---- writing ------------------------------------------------------------------------------------------------------- */
+
+typedef struct bits { /* 64 of them at a time */
+    uint8_t *to;
+    uint64_t word;
+    uint32_t fill;
+} bits;
+static inline void put_bits(bits *b, uint64_t x, uint32_t count) { /* x below 2^count, count below 64 */
+    b->word |= x << b->fill;
+    b->fill += count;
+    if (b->fill >= 64) {
+        memcpy(b->to, &b->word, 8);
+        b->to += 8;
+        b->fill -= 64;
+        b->word = b->fill ? x >> (count - b->fill) : 0;
+    }
+}
+static void end_bits(bits *b) {
+    if (b->fill) memcpy(b->to, &b->word, 8);
+}
+
+static uint64_t words_of(uint64_t bit_count) { return (bit_count + 63) / 64; }
+
+typedef struct coding { /* symbols and how many extra bits they have, by sign and length of z */
+    uint8_t symbol[2][LENGTHS], bits[2][LENGTHS];
+    uint32_t with_sign;
+} coding;
+static coding coding_of(const delta_alphabet *a) {
+    coding c = {.with_sign = a->with_sign};
+    for (uint32_t sign = 0; sign < 2; sign++)
+        for (uint32_t length = 0; length <= a->bits; length++) {
+            uint32_t base;
+            c.symbol[sign][length] = (uint8_t)delta_symbol(a, length, sign);
+            c.bits[sign][length] = (uint8_t)delta_extra(a, c.symbol[sign][length], &base);
+        }
+    return c;
+}
+/* The symbol of a step, whose extra bits go to `to`. */
+static inline uint8_t put_step(const coding *c, uint32_t zz, bits *to) {
+    const uint32_t length = length_of(zz >> 1), count = c->bits[zz & 1][length];
+    if (count) put_bits(to, zz >> c->with_sign & ((1ull << count) - 1), count);
+    return c->symbol[zz & 1][length];
+}
+
+/* States and words of `n` symbols, of at most the elements' own bytes, to `at`; where they end. */
+static uint8_t *put_code(const sid_simd *v, const model *m, uint8_t *symbol, uint32_t n, uint8_t *at, uint8_t *end) {
+    sid_rans r;
+    sid_rans_stream s = {.symbol = symbol, .words = (uint16_t *)(void *)end};
+    sid_rans_model(&r, m->freq, m->symbols);
+    for (uint32_t j = 0; j < SID_RANS_LANES; j++) s.state[j] = SID_RANS_LEAST;
+    v->rans_encode(&r, &s, 1, n);
+    const size_t bytes = (size_t)(end - (uint8_t *)s.words);
+    memcpy(at, s.state, sizeof s.state);
+    memmove(at + sizeof s.state, s.words, bytes);
+    return at + sizeof s.state + bytes;
+}
+
+/* Writes head and frequencies; where they end. */
+static uint8_t *put_head(uint8_t *out, const delta_head *h, const model *m) {
+    const uint64_t table = sid_round_up(2 * m->symbols, 8);
+    memcpy(out, h, sizeof *h);
+    memset(out + sizeof *h, 0, table);
+    memcpy(out + sizeof *h, m->freq, 2 * m->symbols);
+    return out + sizeof *h + table;
+}
+static delta_head head_of(uint8_t mode, const found *f, const model *m) {
+    return (delta_head){.mode = mode,
+                        .shift = (uint8_t)(m->a.shift | (m->a.with_sign ? DELTA_SIGNED : 0)),
+                        .symbols = (uint8_t)m->symbols,
+                        .count = f->count,
+                        .extra = (uint32_t)words_of(m->extra)};
+}
+/* 1 if a body with `words` of 64 bits before the code is surely shorter than the elements. A state's rounding takes less than
+ * 1/512 of the code. */
+static int shorter(const sid_delta_block *b, const model *m, uint64_t words) {
+    const uint64_t head = sizeof(delta_head) + 2 * SID_RANS_SYMBOLS + DELTA_STATE_BYTES + 2 * SID_DELTA_SLACK;
+    return head + 8 * words + (m->code + m->code / 512) / 8 + 8 < sid_delta_bytes(b->kind, b->n);
+}
+
+/* The parameter of the Rice code, which takes count * (low + 1) + *high bits. */
+static uint32_t best_low(const found *f, uint64_t *high) {
+    uint64_t best = UINT64_MAX;
+    uint32_t mean = 0, low = 0;
+    while ((uint64_t)f->count << (mean + 1) <= f->next) mean++;
+    for (uint32_t k = mean ? mean - 1 : 0; k <= mean + 1; k++) {
+        uint64_t sum = 0;
+        for (uint32_t i = 0; i < f->count; i++) sum += f->gap[i] >> k;
+        if (sum + (uint64_t)f->count * k >= best) continue;
+        best = sum + (uint64_t)f->count * k;
+        *high = sum;
+        low = k;
+    }
+    return low;
+}
+
+static uint64_t write_sparse(const sid_simd *v, const sid_delta_block *b, const found *f, uint8_t *out) {
+    const model m = best_model(f, b->n, DELTA_SPARSE, delta_width(b->kind));
+    const coding c = coding_of(&m.a);
+    uint64_t high = 0, at = 0;
+    delta_head h = head_of(DELTA_SPARSE, f, &m);
+    h.low = (uint8_t)best_low(f, &high);
+    h.high = (uint32_t)words_of(f->count + high);
+    const uint64_t lows = words_of((uint64_t)f->count * h.low);
+    if (!shorter(b, &m, lows + h.high + h.extra)) return 0;
+    uint8_t *low = put_head(out, &h, &m), *ones = low + 8 * lows, *extra = ones + 8ull * h.high;
+    bits to_low = {.to = low}, to_extra = {.to = extra};
+    memset(ones, 0, 8ull * h.high);
+    for (uint32_t i = 0; i < f->count; i++, at++) {
+        put_bits(&to_low, f->gap[i] & ((1u << h.low) - 1), h.low);
+        at += f->gap[i] >> h.low;
+        ones[at / 8] = (uint8_t)(ones[at / 8] | 1u << at % 8);
+        f->symbol[i] = put_step(&c, f->step[i], &to_extra);
+    }
+    end_bits(&to_low);
+    end_bits(&to_extra);
+    return (
+        uint64_t)(put_code(v, &m, f->symbol, f->count, extra + 8ull * h.extra, out + sid_delta_bound(b->kind, b->n)) -
+                  out);
+}
+
+/* The symbols of a tile. */
+static inline void put_tile_as(const coding *c, const uint8_t *old, const uint8_t *now, const uint16_t *place,
+                               uint32_t count, uint8_t *symbol, bits *to, const uint32_t width, uint32_t flip) {
+    for (uint32_t j = 0; j < count; j++) {
+        const uint32_t i = place[j], x = delta_load(old + i * width, width), y = delta_load(now + i * width, width);
+        symbol[i] = put_step(c, step_of(x, y, width, flip), to);
+    }
+}
+
+static uint64_t write_dense(const sid_simd *v, const sid_delta_block *b, const sid_segment *old, const found *f,
+                            uint8_t *out) {
+    _Alignas(64) uint8_t room[2][DELTA_TILE_BYTES];
+    uint16_t place[DELTA_TILE + 64];
+    const uint32_t width = delta_width(b->kind), flip = delta_flip(b->kind);
+    const model m = best_model(f, b->n, DELTA_DENSE, width);
+    const coding c = coding_of(&m.a);
+    const delta_head h = head_of(DELTA_DENSE, f, &m);
+    if (!shorter(b, &m, h.extra)) return 0;
+    uint8_t *extra = put_head(out, &h, &m), *symbol = (uint8_t *)f->gap; /* of which there is no more need */
+    bits to = {.to = extra};
+    delta_cursor was = delta_from(old, b->first), is = delta_from(b->seg, b->first);
+    memset(symbol, 0, b->n);
+    for (uint32_t from = 0; from < b->n; from += DELTA_TILE) {
+        const uint32_t len = delta_tile_length(b->n, from);
+        const uint8_t *x = delta_tile(&was, len, width, room[0]), *y = delta_tile(&is, len, width, room[1]);
+        const uint32_t count = v->changes(x, y, len, width, place);
+        if (width == 1) put_tile_as(&c, x, y, place, count, symbol + from, &to, 1, flip);
+        if (width == 2) put_tile_as(&c, x, y, place, count, symbol + from, &to, 2, flip);
+        if (width == 4) put_tile_as(&c, x, y, place, count, symbol + from, &to, 4, flip);
+    }
+    end_bits(&to);
+    return (uint64_t)(put_code(v, &m, symbol, b->n, extra + 8ull * h.extra, out + sid_delta_bound(b->kind, b->n)) -
+                      out);
+}
+
+static uint64_t write_raw(const sid_delta_block *b, uint8_t *out) {
+    const uint32_t width = delta_width(b->kind);
+    delta_cursor c = delta_from(b->seg, b->first);
+    const delta_head h = {.mode = DELTA_RAW};
+    memcpy(out, &h, DELTA_RAW_AT);
+    for (uint64_t done = 0, here; done < b->n; done += here) {
+        const uint8_t *p = delta_some(&c, b->n - done, width, &here);
+        memcpy(out + DELTA_RAW_AT + done * width, p, here * width);
+    }
+    return sid_delta_bytes(b->kind, b->n);
+}
+
+sid_status sid_delta_encode(const sid_delta_block *b, const sid_segment *old, void *work, void *out,
+                            sid_delta_entry *entry, sid_error *err) {
+    sid_status status;
+    const sid_simd *v = delta_sound(b, &status, err);
+    if (!v) return status;
+    if (!out || !entry || (old && !work) || (uintptr_t)out % 8 || (uintptr_t)work % 8)
+        return sid_fail(err, SID_E_ARG, "work and out must start at a multiple of 8 bytes");
+    if (err) err->text[0] = 0;
+    entry->bytes = 0;
+    if (!old)
+        entry->checksum = delta_sum(v, b);
+    else {
+        found f = found_in(work, b->n);
+        entry->checksum = find(v, b, old, &f);
+        if (!f.count) return SID_OK;
+        entry->bytes = f.count <= f.room ? write_sparse(v, b, &f, out) : write_dense(v, b, old, &f, out);
+    }
+    if (!entry->bytes) entry->bytes = write_raw(b, out);
+    return SID_OK;
+}

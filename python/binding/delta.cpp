@@ -1,0 +1,108 @@
+// Deltas of weights, a block a call. Bodies, work and messages are Python's own buffers; weights are addresses.
+#include <algorithm>
+
+#include "buffers.hpp"
+#include "sidcomp_delta.h"
+
+namespace binding {
+
+namespace {
+
+// The bytes of a buffer from `offset` on, at least `bytes` of them. It is held while the object lives, which must be longer than
+// a call without the GIL.
+struct View {
+    py::buffer_info info;
+    uint8_t *at;
+    uint64_t bytes;
+
+    View(const py::buffer &of, uint64_t offset, uint64_t least, bool writable, const char *what)
+        : info(of.request(writable)), bytes(static_cast<uint64_t>(info.size * info.itemsize)) {
+        if (info.ndim != 1 || (info.size > 1 && info.strides[0] != info.itemsize))
+            fail(SID_E_ARG, string(what) + " must be contiguous bytes");
+        if (offset > bytes || least > bytes - offset)
+            fail(SID_E_SPACE, string(what) + " has " + std::to_string(bytes) + " bytes; " + std::to_string(least) +
+                                  " are needed from byte " + std::to_string(offset) + " on");
+        at = static_cast<uint8_t *>(info.ptr) + offset;
+        bytes -= offset;
+    }
+};
+
+sid_delta_block block_of(const Segments &s, int kind, uint64_t first, uint64_t n) {
+    sid_delta_block b{};
+    b.kind = static_cast<sid_delta_kind>(kind);
+    b.seg = s.parts.data();
+    b.n_seg = s.count();
+    b.n = static_cast<uint32_t>(std::min<uint64_t>(n, UINT32_MAX));
+    b.first = first;
+    return b;
+}
+
+py::tuple encode(const Segments *old, const Segments &now, int kind, uint64_t first, uint64_t n, const py::buffer &work,
+                 const py::buffer &out, uint64_t offset) {
+    const sid_delta_block b = block_of(now, kind, first, n);
+    if (old && (old->count() != now.count() ||
+                !std::equal(old->parts.begin(), old->parts.end(), now.parts.begin(),
+                            [](const sid_segment &x, const sid_segment &y) { return x.len == y.len; })))
+        fail(SID_E_ARG, "the old segments have other lengths than the new ones");
+    const View room(work, 0, old ? sid_delta_work(n) : 0, true, "work");
+    const View to(out, offset, sid_delta_bound(b.kind, n), true, "out");
+    sid_delta_entry entry{};
+    run([&](sid_error *err) {
+        return sid_delta_encode(&b, old ? old->parts.data() : nullptr, room.at, to.at, &entry, err);
+    });
+    return py::make_tuple(entry.checksum, entry.bytes);
+}
+
+template <class F>
+void decode(F call, const Segments &s, int kind, uint64_t first, uint64_t n, const py::buffer &message, uint64_t offset,
+            uint64_t bytes, uint64_t checksum) {
+    const sid_delta_block b = block_of(s, kind, first, n);
+    if (bytes > UINT64_MAX - SID_DELTA_SLACK) fail(SID_E_SPACE, "a body has fewer than 2^64 bytes");
+    const View body(message, offset, bytes ? bytes + SID_DELTA_SLACK : 0, false, "the message");
+    const sid_delta_entry entry{checksum, bytes};
+    run([&](sid_error *err) { return call(&b, body.at, &entry, err); });
+}
+
+} // namespace
+
+void bind_delta(py::module_ &m) {
+    using py::arg;
+    m.attr("delta_block") = static_cast<int>(SID_DELTA_BLOCK);
+    m.attr("delta_slack") = static_cast<int>(SID_DELTA_SLACK);
+    m.attr("delta_floats") = static_cast<int>(SID_DELTA_FLOATS);
+    m.def(
+        "delta_bound", [](int kind, uint64_t n) { return sid_delta_bound(static_cast<sid_delta_kind>(kind), n); },
+        arg("kind"), arg("n"));
+    m.def("delta_work", sid_delta_work, arg("n"));
+    m.def(
+        "delta_bytes", [](int kind, uint64_t n) { return sid_delta_bytes(static_cast<sid_delta_kind>(kind), n); },
+        arg("kind"), arg("n"));
+    m.def(
+        "delta_aligned", [](const py::buffer &data) { return address(View(data, 0, 0, false, "data").at) % 8 == 0; },
+        arg("data"));
+    m.def("delta_encode", encode, arg("old").none(true), arg("new"), arg("kind"), arg("first"), arg("n"), arg("work"),
+          arg("out"), arg("offset") = 0);
+    m.def(
+        "delta_check",
+        [](const Segments &s, int kind, uint64_t first, uint64_t n, const py::buffer &message, uint64_t offset,
+           uint64_t bytes,
+           uint64_t checksum) { decode(sid_delta_check, s, kind, first, n, message, offset, bytes, checksum); },
+        arg("segments"), arg("kind"), arg("first"), arg("n"), arg("message"), arg("offset"), arg("bytes"),
+        arg("checksum"));
+    m.def(
+        "delta_apply",
+        [](const Segments &s, int kind, uint64_t first, uint64_t n, const py::buffer &message, uint64_t offset,
+           uint64_t bytes,
+           uint64_t checksum) { decode(sid_delta_apply, s, kind, first, n, message, offset, bytes, checksum); },
+        arg("segments"), arg("kind"), arg("first"), arg("n"), arg("message"), arg("offset"), arg("bytes"),
+        arg("checksum"));
+    m.def(
+        "delta_checksum",
+        [](const py::buffer &data, uint64_t offset, uint64_t bytes) {
+            const View view(data, offset, bytes, false, "data");
+            return without_gil([&] { return sid_delta_checksum(view.at, bytes); });
+        },
+        arg("data"), arg("offset"), arg("bytes"));
+}
+
+} // namespace binding
