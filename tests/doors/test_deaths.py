@@ -139,7 +139,8 @@ def test_a_death_while_ranks_save_is_named(door: str, tmp_path: Path) -> None:
 
 
 WORLD = {"hook": 3, "updates": 3, "backend": 2, "hsdp": 4}
-SAYS = "a rank has ended|lost the connection|closed by peer|failed in this step|within the timeout"
+SAYS = "a rank has ended|has ended, or lost the connection|failed in this step|within the timeout"
+SAYS_TORCH = f"{SAYS}|by peer|Timed out"  # in a collective of FSDP or of the program
 
 
 @pytest.mark.parametrize(
@@ -147,10 +148,10 @@ SAYS = "a rank has ended|lost the connection|closed by peer|failed in this step|
     [
         ("hook", 2),
         ("updates", 2),
-        pytest.param("hook", 26, marks=SLOW),
-        pytest.param("updates", 26, marks=SLOW),
+        pytest.param("hook", 30, marks=SLOW),
+        pytest.param("updates", 30, marks=SLOW),
         pytest.param("backend", 12, marks=SLOW),
-        pytest.param("hsdp", 10, marks=SLOW),
+        pytest.param("hsdp", 6, marks=SLOW),
     ],
 )
 def test_a_death_at_any_moment_is_an_error_and_costs_the_steps_since_the_checkpoint(
@@ -165,7 +166,7 @@ def test_a_death_at_any_moment_is_an_error_and_costs_the_steps_since_the_checkpo
         del found[death[0]]
         print(f"{door}: rank {death[0]} killed after {death[1]:.3f} s:", found, time.monotonic() - began)
         for life in found:
-            assert re.search(SAYS, life.said), life
+            assert re.search(SAYS if door in ("hook", "updates") else SAYS_TORCH, life.said), life
     until = newest(tmp_path, world) + BETWEEN - 1
     assert until > BETWEEN, "no checkpoint was ever whole"
     resumed = run(lives, world, door, str(tmp_path), until, None, True)
