@@ -34,6 +34,11 @@ def group_of(state: State) -> dist.ProcessGroup:
     if state.door is None:
         raise SetupError("the State is not registered with a model: register it before it is saved or loaded")
     group = state.door.model.process_group
+    if group is None and not dist.is_initialized():
+        raise SetupError(
+            "with a deadline there is no process group, and each rank saves for itself: save "
+            "run.state_dict() and the optimizer's, and load both after compress()"
+        )
     refuse(
         group,
         "the files of its ranks cannot be kept together, because its members may change",

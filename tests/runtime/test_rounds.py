@@ -401,6 +401,24 @@ def test_what_a_deadline_cannot_do_is_refused() -> None:
     run(refused, 1)
 
 
+@on_ranks(1)
+def test_with_a_deadline_each_rank_saves_for_itself(rank: int, world: int) -> None:
+    module = network(0)
+    optimizer = OPTIMIZERS["Adam"](module.parameters())
+    with sidcomp.compress(module, optimizer, "topk", every=EVERY, deadline=5.0) as it:
+        train_on(module, optimizer, rank, range(EVERY + 1))
+        own = flat(module)
+        saved = [x.state_dict() for x in (it, optimizer)]
+        dist.destroy_process_group()
+        with pytest.raises(sidcomp.SetupError, match="each rank saves for itself"):
+            it.save("never made")
+        train_on(module, optimizer, rank, range(1))
+        for x, of in zip((optimizer, it), reversed(saved), strict=True):
+            x.load_state_dict(of)
+        assert torch.equal(flat(module), own)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the harness ends it
+
+
 @SLOW
 @on_ranks(3)
 def test_a_rank_with_another_model_is_refused_alone(rank: int, world: int) -> None:
