@@ -153,7 +153,7 @@ SAYS_TORCH = f"{SAYS}|by peer|Timed out"  # in a collective of FSDP or of the pr
         pytest.param("hook", 30, marks=SLOW),
         pytest.param("updates", 30, marks=SLOW),
         pytest.param("backend", 12, marks=SLOW),
-        pytest.param("hsdp", 6, marks=SLOW),
+        pytest.param("hsdp", 3, marks=SLOW),
     ],
 )
 def test_a_death_at_any_moment_is_an_error_and_costs_the_steps_since_the_checkpoint(
