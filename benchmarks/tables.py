@@ -10,6 +10,7 @@ figure is written twice. With --check nothing is written, and it ends with 1 if 
 
 import argparse
 import json
+import platform
 import re
 import shutil
 import sys
@@ -510,6 +511,33 @@ def deltas() -> list[Row]:
     return [dict(sorted(cells.items(), key=lambda c: "GB/s" in c[0])) for cells in out.values()]
 
 
+COVERED = re.compile(r"^csrc/(\S+) +([\d.]+) % of +(\d+) lines +([\d.]+) % of +(\d+) branches$", re.M)
+
+
+def keep_coverage(listing: Path) -> None:
+    """Takes what `make coverage` printed, by folder of csrc/; NCCL's exchanges and the headers apart."""
+    parts: dict[str, list[float]] = {}
+    for file, line, lines, branch, branches in COVERED.findall(listing.read_text()):
+        folder = file if file.endswith("nccl.c") else file.split("/")[0] if "/" in file else "*.h"
+        part = parts.setdefault(folder, [0.0] * 4)
+        for i, (of, share) in enumerate(((lines, line), (branches, branch))):
+            part[2 * i] += int(of) * float(share) / 100
+            part[2 * i + 1] += int(of)
+    parts["all"] = [sum(column) for column in zip(*parts.values(), strict=True)]
+    rows = [
+        {"csrc/": name, "lines": f"{100 * a / b:.1f} %", "branches": f"{100 * c / d:.1f} %"}
+        for name, (a, b, c, d) in parts.items()
+    ]
+    note = "make coverage: lines and branches that the C tests reach, without those of Python."
+    kept = {"title": "Coverage of the core", "note": note, "machine": {"cpu": platform.machine()}}
+    (RESULTS / "coverage.json").write_text(dumps({**kept, "payloads": {}, "rows": rows}))
+
+
+TABLES["coverage"] = lambda: [
+    {f"`{r['csrc/']}`": r["branches"].replace(" ", "") for r in record("coverage")["rows"]}
+]
+
+
 # ---- the pages -----------------------------------------------------------------------------------
 
 
@@ -525,9 +553,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; name the pages that differ")
     parser.add_argument("--train", type=Path, metavar="OUT", help="keep what `make train` wrote there, first")
+    parser.add_argument("--coverage", type=Path, metavar="FILE", help="keep what `make coverage` printed")
     args = parser.parse_args(argv)
     if args.train:
         keep(args.train)
+    if args.coverage:
+        keep_coverage(args.coverage)
     stale = {page: new for page in pages() if (new := written(old := page.read_text())) != old}
     for page, new in stale.items():
         print(f"{page.relative_to(ROOT)}: {'differs: make figures' if args.check else 'written'}")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from sidcomp import files, notices
 from sidcomp.errors import CheckpointError, SetupError
+from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.members import refuse
 from sidcomp.runtime.plain_data import anything, count, record, table, text
 from sidcomp.state import State
@@ -33,6 +34,11 @@ def group_of(state: State) -> dist.ProcessGroup:
     if state.door is None:
         raise SetupError("the State is not registered with a model: register it before it is saved or loaded")
     group = state.door.model.process_group
+    if group is None and not dist.is_initialized():
+        raise SetupError(
+            "with a deadline there is no process group, and each rank saves for itself: save "
+            "run.state_dict() and the optimizer's, and load both after compress()"
+        )
     refuse(
         group,
         "the files of its ranks cannot be kept together, because its members may change",
@@ -41,6 +47,7 @@ def group_of(state: State) -> dist.ProcessGroup:
     return group
 
 
+@exchanging("naming the run")
 def agree_on_run(state: State) -> str:
     """Returns a name of this run, the same on every rank, which distinguishes its checkpoints from others.
     Every rank calls it at the same point."""
@@ -88,14 +95,16 @@ def write_together(
     except Exception as e:
         problem = f"rank {dist.get_rank(group)}: {e}"
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, problem, group)
+    with exchanging("saving"):
+        dist.all_gather_object(told, problem, group)
     if not shards_agree(not any(told)):
         with suppress(OSError):
             new.unlink(missing_ok=True)
             new.parent.rmdir()  # the last rank does
         raise CheckpointError(next(filter(None, told), "a rank with another shard could not write its file"))
     os.replace(new, final)
-    dist.barrier(group)
+    with exchanging("saving"):
+        dist.barrier(group)
     with suppress(OSError):  # another rank has removed it, or it is on another machine
         new.parent.rmdir()
 
@@ -147,7 +156,9 @@ def _tell(
 ) -> tuple[list[str], list[tuple[str, int]]]:
     """Returns the problems of all ranks, and the run and step of each state that some rank has found."""
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (problem, sorted({(f["run"], f["state"]["step"]) for f in found})), group)
+    mine = sorted({(f["run"], f["state"]["step"]) for f in found})
+    with exchanging("loading"):
+        dist.all_gather_object(told, (problem, mine), group)
     return [p for p, _ in told if p], [o for _, origins in told for o in origins]
 
 
@@ -222,6 +233,7 @@ def checked(source: Path | io.BytesIO, where: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------
 
 
+@exchanging("collecting the states of all ranks")
 def gather(saved: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
     """Returns the states of all ranks on rank 0, and an empty list on the others. Every rank calls it at the
     same point. device: what the group's backend sends from."""

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 HELPERS = {"train.py", "launch.py", "tasks.py", "flags.py", "report.py", "wire.py"}
 SCRIPTS = sorted(f.name for f in EXAMPLES.glob("*.py") if f.name not in HELPERS)
+GALLERY = sorted((EXAMPLES / "gallery").glob("*.py"))
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
 
 
@@ -47,6 +48,31 @@ def test_script(name: str) -> None:
         assert done.stdout
     else:
         assert torchrun(script, ranks=int(command[2]))
+
+
+def numbers(text: str) -> tuple[list[float], str]:
+    """The numbers of a text, and the text with # in the place of each."""
+    found = r"\d[\d,]*(?:\.\d+)?"
+    return [float(n.replace(",", "")) for n in re.findall(found, text)], re.sub(found, "#", text)
+
+
+@pytest.mark.parametrize("script", GALLERY, ids=[script.stem for script in GALLERY])
+def test_a_program_of_the_gallery_prints_what_its_end_says(script: Path) -> None:
+    """In any order, as ranks print at the same time. Processors and versions of torch round otherwise."""
+    text = script.read_text()
+    command = re.search(r"^torchrun --standalone --nproc-per-node (\d) (examples/gallery/\S+)$", text, re.M)
+    assert command is not None and command[2] == str(script.relative_to(ROOT))
+    assert len(text.splitlines()) < 80
+    expected = re.search(r"^# It prints:\n((?:#   .*\n)+)\Z", text, re.M)
+    assert expected is not None
+    wanted = [line.removeprefix("#   ") for line in expected[1].splitlines()]
+    if script.stem == "lightning_callback":
+        pytest.importorskip("lightning")
+    printed = torchrun(script, ranks=int(command[1])).splitlines()
+    for line, theirs in zip(sorted(wanted), sorted(printed), strict=True):
+        found, shown = numbers(theirs)
+        assert shown == numbers(line)[1], theirs
+        assert found == pytest.approx(numbers(line)[0], rel=0.1, abs=0.05), theirs
 
 
 FORTIETH = ("--task", "digits", "--config", "topk-fortieth")

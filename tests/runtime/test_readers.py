@@ -119,7 +119,7 @@ def records() -> Iterator[tuple[str, str]]:
     here = {"version": 2, "empty": False, "group": "1:0,1"}
     open_ = {
         "model": "m", "number": 3, "version": 2, "expected": [0, 1], "next": [1], "here": {"1": here},
-        "closed": False, "group": "", "done": [1], "last": {"0": [2, 2], "1": [2, 2]},
+        "left": [0], "closed": False, "group": "", "done": [1], "last": {"0": [2, 2], "1": [2, 2]},
     }  # fmt: skip
     closed = {**open_, "closed": True, "group": "3:0,1", "here": {"0": here, "1": here}}
     for record in (open_, closed):
@@ -137,8 +137,7 @@ def takes_part(store: dist.Store) -> None:
     one = rounds.Rounds(store, "key", 0, 2, "m", 0.02)
     one.limit = 0.05
     one.opened()
-    one.attended()
-    one.expect()
+    one.attended(one.look())
     meeting = one.meet(lambda record: {"version": 2, "empty": False, "group": ""}, 0.01)
     if meeting is not None:
         assert set(meeting.members) <= {0, 1}

@@ -1,323 +1,29 @@
 """Updates with a deadline: ranks that are late, end, or come back.
 
-The ranks are started as torchrun starts them, and the store is served by the test, as torchrun's agent does.
 What must hold of every run: the common point has the same bits on all members, and nothing is lost: what the
-members sent and what they keep add up to what their optimizers did."""
+members sent and what they keep add up to what their optimizers did (late_ranks.py)."""
 
 from __future__ import annotations
 
-import copy
-import json
-import logging
 import os
-import pickle
+import random
 import signal
 import time
-import traceback
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import context, on_ranks, run
-from local_training import OPTIMIZERS, alike, flat, network, resumes, updates
+from harness import on_ranks, run
+from late_ranks import EVERY, LIMIT, Job, examine, went
+from local_training import OPTIMIZERS, alike, error_of, flat, network, resumes, updates
 from local_training import train as train_on
 from sidcomp.local import rendezvous as rounds
-from sidcomp.local.steps import Updates
 from torch import nn
 
 SLOW = pytest.mark.slow
-EVERY = 3
-DEADLINE = 2.5  # longer than what the ranks are apart on a busy machine
-LIMIT = 120.0
-
-
-class Job:
-    """Processes that look as if torchrun had started them, and that may be killed and started again."""
-
-    def __init__(self, world: int, apart: bool = False) -> None:
-        """apart: the store is served by a process of its own."""
-        self.world = world
-        port, self.server = 0, None
-        if apart:
-            here, there = context().Pipe()
-            self.server = context().Process(target=_serve, args=(there,), daemon=True)
-            self.server.start()
-            port = here.recv()
-        self.store = dist.TCPStore("127.0.0.1", port, None, not apart, timedelta(seconds=LIMIT), False)
-        self.processes: dict[int, BaseProcess] = {}
-        self.pipes: dict[int, Connection] = {}
-
-    def start(self, rank: int, **plan: Any) -> None:
-        here, there = context().Pipe()
-        given = rank, self.world, self.store.port, plan, there
-        self.processes[rank] = context().Process(target=_main, args=given, daemon=True)
-        self.processes[rank].start()
-        there.close()
-        self.pipes[rank] = here
-
-    def record(self) -> dict[str, Any]:
-        """What the ranks have agreed on."""
-        for key in ("sidcomp/outer/1", "/worker/attempt_0/sidcomp/outer/1"):  # the latter in older torch
-            if self.store.check([key]):
-                found: dict[str, Any] = json.loads(self.store.get(key))
-                return found
-        return {"version": -1}
-
-    def version(self) -> int:
-        """Of the newest common point; -1: none yet."""
-        return int(self.record()["version"])
-
-    def given_up(self) -> int:
-        """How many attempts at a round did not count, in each of which all members waited for a time limit or
-        lost what they had exchanged."""
-        record = self.record()
-        return int(record["number"]) - int(record["version"]) - 1
-
-    def wait_for(self, version: int) -> None:
-        end = time.monotonic() + LIMIT
-        while self.version() < version:
-            assert time.monotonic() < end, f"no version {version}; the record: {self.record()}"
-            time.sleep(0.01)
-
-    def end_store(self) -> None:
-        assert self.server is not None
-        self.server.kill()
-        self.server.join(10)
-
-    def ended(self, rank: int) -> int | None:
-        self.processes[rank].join(LIMIT)
-        return self.processes[rank].exitcode
-
-    def answer(self, rank: int) -> Any:
-        if not self.pipes[rank].poll(LIMIT):
-            raise AssertionError(f"rank {rank} does not answer; the record: {self.record()}")
-        fine, answer = pickle.loads(self.pipes[rank].recv_bytes())
-        assert fine, f"rank {rank}: {answer}"
-        return answer
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in [*self.processes.values(), *([self.server] if self.server is not None else [])]:
-            process.kill()
-            process.join(10)
-
-
-def _serve(pipe: Connection) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT), False)
-    pipe.send(store.port)
-    signal.pause()
-
-
-def _main(rank: int, world: int, port: int, plan: dict[str, Any], pipe: Connection) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
-    torch.set_num_threads(1)
-    try:
-        answer = pickle.dumps((True, train(rank, **plan)))
-    except BaseException:
-        answer = pickle.dumps((False, traceback.format_exc()))
-    pipe.send_bytes(answer)
-    os._exit(0)
-
-
-class Round(NamedTuple):
-    """What a rank knows of a round. contributors: members that had something to add. mean: of these. given:
-    by this rank; residual: what it then had not sent of it and of what came before."""
-
-    version: int
-    members: list[int]
-    contributors: float
-    mean: torch.Tensor
-    given: torch.Tensor
-    residual: torch.Tensor
-
-
-def train(
-    rank: int,
-    until: int | None = None,
-    codec: tuple[str, dict[str, Any]] = ("topk", {"density": 0.1}),
-    delay: int = 0,
-    lr: float = 1.0,
-    momentum: float = 0.0,
-    stale: int = 10,
-    joined: int | None = None,
-    pause: float = 0.0,
-    **events: Any,
-) -> dict[str, Any]:
-    """Trains until the common point has version `until`; None: for three rounds after the one in which the
-    third rank came back, which has joined=3.
-
-    events: the versions after which this rank does something: `dies`, `waits` (for the others to go on
-    without it), `dies_meeting`, `dies_sending` or `stops_sending` (as the next exchange begins; inside it).
-    """
-    rounds.STALLED_S = 4.0
-    said: list[str] = []
-    heard = logging.Handler()
-    heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("sidcomp").addHandler(heard)
-    module = network(rank)
-    module.register_buffer("of_rank", torch.tensor([rank]))
-    optimizer = OPTIMIZERS["momentum"](module.parameters())
-    with sidcomp.State(codec[0], **codec[1]) as state:
-        stepped: list[torch.Tensor] = []
-        optimizer.register_step_post_hook(lambda *_: stepped.append(flat(module)))  # before it exchanges
-        outer = updates(
-            "outer", module, optimizer, state, every=EVERY, delay=delay, lr=lr, momentum=momentum,
-            deadline=DEADLINE, stale=stale,
-        )  # fmt: skip
-        meetings = outer.meetings
-        assert meetings is not None
-        attendance = meetings.attendance
-        start = flat(module)
-        came = attendance.version
-        if "loads" in events:
-            saved = torch.load(events["loads"])
-            module.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            state.load_state_dict(saved[2])
-            outer.load_state_dict(saved[3])
-        history: list[Round] = []
-        moved = torch.zeros_like(start)  # by the optimizer, in all steps
-        gave = torch.zeros_like(start)  # to the rounds that counted
-        launched = torch.zeros_like(start)
-        launch, end = outer._launch, attendance.end
-
-        def launches(together: list[int]) -> None:
-            with outer.common():
-                point = flat(module)
-            launched.copy_(point - flat(module))
-            launch(together)
-
-        def residual() -> torch.Tensor:
-            found = state.state_dict()["residuals"]
-            return torch.cat(
-                [
-                    found[n][0].flatten() if n in found else torch.zeros(p.numel())
-                    for n, p in module.named_parameters()
-                ]
-            )
-
-        def ends() -> Any:
-            before = attendance.version
-            outcome = end()
-            if outcome is not None:
-                mean = torch.cat([x.flatten() for v in outer.vectors for x in v.update_views])
-                given = launched.clone() if outcome.version - 1 - before <= stale else 0 * launched
-                contributors = len(outcome.members) / outcome.scale
-                mean = order(mean, module) * outcome.scale
-                history.append(Round(outcome.version, outcome.members, contributors, mean, given, residual()))
-                gave.add_(given)
-            return outcome
-
-        outer._launch, attendance.end = launches, ends  # type: ignore[method-assign]
-        _arrange(rank, outer, events)
-        with outer.common():
-            away = flat(module)
-        away, had = away - flat(module), residual()
-        if joined is not None:
-            until = came + joined
-        while until is None or attendance.version < until:
-            if pause:
-                time.sleep(pause)
-            if events.get("saves") == attendance.version and meetings.since == EVERY - 1:
-                one = [copy.deepcopy(x.state_dict()) for x in (module, optimizer, state, outer)]
-                torch.save(one, events["file"])
-            if events.get("dies") == attendance.version and meetings.since == EVERY - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if events.get("waits") == attendance.version and meetings.since == EVERY - 1:
-                there = attendance.version
-                while attendance.rounds.look()["version"] < there + events.get("rounds", 1):
-                    time.sleep(0.01)
-            before = flat(module)
-            train_on(module, optimizer, rank, range(outer.steps, outer.steps + 1))
-            moved.add_(before - stepped.pop())
-            went = [r.members for r in history]
-            if until is None and rank < 2 and [0, 1] in went and went[-1] == [0, 1, 2]:
-                until = history[-1].version + 3
-        if meetings.gone:
-            outer.land()
-        with outer.common() as common:
-            point = flat(common)
-            at = [x.clone() for x in attendance.vectors()]
-        return {
-            "rank": rank, "point": point, "vectors": at, "history": history, "moved": moved, "gave": gave,
-            "away": point - flat(module) - away, "version": attendance.version, "came": came, "had": had,
-            "said": [x for x in said if "takes place" in x or "was late" in x],
-        }  # fmt: skip
-
-
-def _arrange(rank: int, outer: Updates, events: dict[str, Any]) -> None:
-    """Lets this rank do something inside an exchange."""
-    assert outer.meetings is not None
-    attendance = outer.meetings.attendance
-    gather, broadcast = rounds.RoundExchange.all_gather, rounds.RoundExchange.broadcast
-    left = dict(events)
-
-    def all_gather(self: Any, out: torch.Tensor, tensor: torch.Tensor) -> Any:
-        if outer.steps and tensor.numel() > 40:  # a payload
-            if left.get("dies_sending") == attendance.version:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if left.get("stops_sending") == attendance.version:
-                del left["stops_sending"]
-                os.kill(os.getpid(), signal.SIGSTOP)
-        return gather(self, out, tensor)
-
-    def broadcasts(self: Any, tensor: torch.Tensor, source: int) -> None:
-        if outer.steps and left.get("dies_meeting") == attendance.version:
-            os.kill(os.getpid(), signal.SIGKILL)
-        broadcast(self, tensor, source)
-
-    rounds.RoundExchange.all_gather = all_gather  # type: ignore[method-assign]
-    rounds.RoundExchange.broadcast = broadcasts  # type: ignore[method-assign]
-
-
-def order(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """A vector over the parts, which have the last parameters first, in the module's order."""
-    sizes = [p.numel() for p in module.parameters()]
-    return torch.cat(list(reversed(torch.split(x, sizes[::-1]))))
-
-
-def examine(answers: list[dict[str, Any]], rounds_of_all: int) -> None:
-    """What must hold of the ranks that are left, also across rounds that failed: all have the same bits. In
-    every round what was sent, and what is kept, is what came in. What an optimizer did is in rounds, or still
-    in the parameters. rounds_of_all: of so many all members are here; the others had one that ended."""
-    first = answers[0]
-    by_version: dict[int, dict[int, Round]] = {}
-    kept: dict[tuple[int, int], torch.Tensor] = {}
-    for a in answers:
-        assert torch.equal(a["point"], first["point"]) and a["version"] == first["version"]
-        assert all(torch.equal(x, y) for x, y in zip(a["vectors"], first["vectors"], strict=True))
-        torch.testing.assert_close(a["moved"], a["gave"] + a["away"], rtol=1e-3, atol=2e-5)
-        before = a["had"]
-        for r in a["history"]:
-            by_version.setdefault(r.version, {})[a["rank"]] = r
-            kept[r.version, a["rank"]], before = before, r.residual
-    complete = 0
-    came = {a["came"]: a["rank"] for a in answers}
-    for version, of_ranks in by_version.items():
-        one = next(iter(of_ranks.values()))
-        assert all(r.members == one.members and torch.equal(r.mean, one.mean) for r in of_ranks.values())
-        there = {*of_ranks, *([came[version]] if version in came else [])}
-        if there != set(one.members):
-            continue
-        complete += 1
-        given = sum(r.given + kept[version, rank] - r.residual for rank, r in of_ranks.items())
-        torch.testing.assert_close(given, one.contributors * one.mean, rtol=1e-3, atol=2e-5)
-    assert complete >= rounds_of_all
 
 
 # ---- nobody is late
@@ -444,10 +150,6 @@ def test_as_many_ranks_without_the_file_of_one(tmp_path: Path) -> None:
 # ---- late and lost ranks
 
 
-def went(answer: dict[str, Any]) -> list[list[int]]:
-    return [r.members for r in answer["history"]]
-
-
 @pytest.mark.parametrize(
     "event, codec, delay",
     [
@@ -484,6 +186,22 @@ def test_a_late_rank_misses_a_round_and_loses_nothing(delay: int) -> None:
     assert "with rank 2 again" in answers[0]["said"][1]
     assert ["rank 2 was late" in text for text in answers[2]["said"]] == [True]
     examine(answers, 6)
+
+
+def test_a_round_waits_for_the_point_of_the_last_one() -> None:
+    """Rank 0 holds a round alone, and is late for the next one: the others, who were late for the first, wait
+    for it. Else they would go on from a point without what rank 0 has sent."""
+    with Job(3) as job:
+        for rank in range(3):
+            job.start(rank, until=5, stale=10**6, **({"waits": 1} if rank else {"sleeps": 2}))
+        answers = [job.answer(rank) for rank in range(3)]
+    of_all = went(answers[0])
+    assert of_all[1] == [0] and of_all[2] == [0, 1, 2]
+    means = {r.version: r.mean for a in answers for r in a["history"]}
+    assert sorted(means) == [1, 2, 3, 4, 5]
+    moved = answers[0]["start"] - answers[0]["point"]
+    torch.testing.assert_close(moved, torch.stack([*means.values()]).sum(0), rtol=1e-3, atol=2e-5)
+    examine(answers, 5)
 
 
 @SLOW
@@ -535,6 +253,74 @@ def test_a_checkpoint_from_before_a_rounds_end_is_not_sent_again(saved_at: int, 
     examine(answers, 4)
 
 
+def test_a_round_that_counts_after_its_rank_was_started_again_is_not_sent_again(tmp_path: Path) -> None:
+    """The rank is killed when it has said that it has everything, and is back before the others have."""
+    file = str(tmp_path / "rank2.pt")
+    with Job(3) as job:
+        job.start(0, pause=0.1, stale=10**6, told=True, confirms_late=2)
+        job.start(1, pause=0.1, stale=10**6, told=True)
+        job.start(2, pause=0.1, stale=10**6, saves=2, file=file, dies_confirming=2)
+        assert job.ended(2) == -signal.SIGKILL
+        job.start(2, pause=0.1, stale=10**6, told=True, loads=file)
+        job.wait_for(5)
+        job.end_at(9)
+        answers = [job.answer(rank) for rank in range(3)]
+        assert job.given_up() == 0
+    assert went(answers[0])[2] == [0, 1, 2], "the round counts, with what the rank had sent"
+    assert not answers[2]["had"].any(), "what it has sent is not its own any more"
+    assert torch.equal(answers[2]["began"], torch.zeros_like(answers[2]["began"]))
+    examine(answers, 4)
+
+
+def test_ranks_without_parameters_hold_no_round_among_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else those that they begin with would become the common ones. Rank 0 was killed while it waited for the
+    others, and rank 1 had joined it; now it is back, too."""
+    monkeypatch.setattr(rounds, "LONELY_S", 0.3)
+    store = dist.HashStore()
+    one = rounds.Rounds(store, "key", 0, 3, "m", 0.1)
+
+    def before(r: dict[str, Any]) -> bool:
+        had, joined = {"version": 3, "empty": False, "group": ""}, {"version": -1, "empty": True, "group": ""}
+        r.update(number=5, version=3, here={"0": had, "1": joined})
+        return True
+
+    one._change(before)
+    with pytest.raises(sidcomp.ExchangeError, match="rank 0 has no parameters"):
+        one.meet(lambda _: {"version": -1, "empty": True, "group": ""}, joins=True)
+    record = one.look()
+    assert list(record["here"]) == ["1"] and not record["closed"] and 0 in record["expected"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=SLOW) for seed in range(2, 24))])
+def test_a_rank_that_is_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
+    """It comes back at once, or when the others have gone on, with its checkpoint or without."""
+    draw = random.Random(seed)
+    victim, saved_at, delay = draw.randrange(3), draw.choice([None, 1, 2, 3]), draw.choice([0, 0, 2])
+    moment, at_once = draw.uniform(0, 1), draw.random() < 0.5
+    file = tmp_path / "own.pt"
+    print(f"rank {victim} is killed {moment:.3f} s after the first round, {saved_at=}, {delay=}, {at_once=}")
+    given: dict[str, Any] = {"delay": delay, "pause": 0.02, "stale": 10**6, "told": True}
+    with Job(3) as job:
+        for rank in range(3):
+            job.start(rank, **given, **({"saves": saved_at, "file": str(file)} if rank == victim else {}))
+        job.wait_for(1)
+        time.sleep(moment)
+        job.processes[victim].kill()
+        assert job.ended(victim) == -signal.SIGKILL
+        before = job.last(victim)
+        if not at_once:
+            job.wait_for(before + 1)
+        job.start(victim, **given, **({"loads": str(file)} if file.exists() else {}))
+        end = time.monotonic() + LIMIT
+        while job.last(victim) <= before + 1:
+            assert time.monotonic() < end, job.record()
+            time.sleep(0.01)
+        job.end_at(job.version() + 8)
+        answers = [job.answer(rank) for rank in range(3)]
+    assert went(answers[0])[-1] == [0, 1, 2]
+    examine(answers, 4)
+
+
 @SLOW
 def test_a_rank_that_hangs_in_an_exchange_is_left_out_and_comes_back() -> None:
     with Job(3) as job:
@@ -560,6 +346,26 @@ def test_without_the_store_an_error_says_so() -> None:
         for rank in range(2):
             with pytest.raises(AssertionError, match=r"process that serves it has ended .* save them"):
                 job.answer(rank)
+
+
+@on_ranks(2)
+def test_a_round_whose_end_is_not_known_is_undone(rank: int, world: int) -> None:
+    """The store is lost when the exchange is over. What a checkpoint then has is sent once."""
+    module = network(rank)
+    optimizer = OPTIMIZERS["SGD"](module.parameters())
+    outer = updates("outer", module, optimizer, {"codec": "topk", "density": 0.1}, every=EVERY, deadline=60.0)
+    assert outer.meetings is not None
+    with outer.state as state:
+        train_on(module, optimizer, rank, range(2 * EVERY + 1))
+        before = error_of(state, module).clone()
+
+        def lost(*_: Any) -> bool:
+            raise sidcomp.ExchangeError("the store does not answer")
+
+        outer.meetings.attendance.rounds.conclude = lost  # type: ignore[method-assign]
+        with pytest.raises(sidcomp.ExchangeError, match="the store does not answer"):
+            train_on(module, optimizer, rank, range(2 * EVERY + 1, 3 * EVERY))
+        assert before.any() and torch.equal(error_of(state, module), before)
 
 
 # ---- what is refused
@@ -593,6 +399,24 @@ def refused(rank: int, world: int) -> None:
 
 def test_what_a_deadline_cannot_do_is_refused() -> None:
     run(refused, 1)
+
+
+@on_ranks(1)
+def test_with_a_deadline_each_rank_saves_for_itself(rank: int, world: int) -> None:
+    module = network(0)
+    optimizer = OPTIMIZERS["Adam"](module.parameters())
+    with sidcomp.compress(module, optimizer, "topk", every=EVERY, deadline=5.0) as it:
+        train_on(module, optimizer, rank, range(EVERY + 1))
+        own = flat(module)
+        saved = [x.state_dict() for x in (it, optimizer)]
+        dist.destroy_process_group()
+        with pytest.raises(sidcomp.SetupError, match="each rank saves for itself"):
+            it.save("never made")
+        train_on(module, optimizer, rank, range(1))
+        for x, of in zip((optimizer, it), reversed(saved), strict=True):
+            x.load_state_dict(of)
+        assert torch.equal(flat(module), own)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the harness ends it
 
 
 @SLOW

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_rounds import LIMIT, examine, train, went
+from late_ranks import LIMIT, examine, train, went
 
 HOSTS = 3
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "frameworks"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ARGUMENTS: dict[str, Any] = {"codec": "topk", "density": 0.1}
 UPDATES: dict[str, Any] = {"codec": "int4", "every": 3}
 IMPORTED = ("lightning", "accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
@@ -80,7 +80,8 @@ def example(name: str, *arguments: str) -> object:
     before, sys.argv = sys.argv, [name, *arguments]
     end, dist.destroy_process_group = dist.destroy_process_group, lambda *_: None  # the harness needs it
     try:
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        (path,) = EXAMPLES.glob(f"*/{name}")
+        runpy.run_path(str(path), run_name="__main__")
     except SystemExit as e:
         return e.code
     finally:

@@ -91,12 +91,7 @@ class Attendance:
     def join(self, buffers: list[torch.Tensor], patience: float) -> None:
         """Goes to the first round of the run or, if there has been one, to the next, and takes over its
         common point. patience: seconds to wait for the others in the first one."""
-        self.attended_before = self.rounds.attended()
-        while self._result is None:
-            opens = self.rounds.look()["version"] < 0
-            self.begin(buffers, background=False, empty=True, opens=opens, wait=patience)
-            if self._result is None:
-                time.sleep(_PAUSE_S)
+        self.begin(buffers, background=False, joins=True, wait=patience)
 
     def wait(self) -> None:
         """Waits until no thread uses the engine."""
@@ -141,24 +136,24 @@ class Attendance:
     def _hold(
         self,
         buffers: list[torch.Tensor],
-        empty: bool = False,
-        opens: bool = True,
+        joins: bool = False,
         wait: float | None = None,
     ) -> Outcome | None:
-        """Takes part in a round, in as many attempts as it takes. empty: this rank has nothing to add. opens,
-        wait: as in `Rounds.meet`."""
+        """Takes part in a round, in as many attempts as it takes. joins, wait: as in `Rounds.meet`."""
 
         def mine(r: Record) -> dict[str, Any]:
+            if joins:  # not before: until this rank may arrive, a round of its former process may still count
+                self.attended_before = self.rounds.attended(r)
             behind = r["version"] - self.version > self.stale
             group = self._group if self.engine.layout is not None else ""  # or a checkpoint was loaded
-            return {"version": self.version, "empty": empty or behind, "group": group}
+            return {"version": self.version, "empty": joins or behind, "group": group}
 
         attempts = 0
         error: Exception | None = None
         while attempts < _ATTEMPTS:
             attempts += 1
             try:
-                meeting = self.rounds.meet(mine, wait, opens)
+                meeting = self.rounds.meet(mine, wait, joins)
             except Undone as e:
                 error = e
                 continue
@@ -178,7 +173,12 @@ class Attendance:
             if outcome is None:
                 assert error is not None
                 self._undo(error)
-            if self.rounds.conclude(meeting, outcome is not None):
+            try:
+                counts = self.rounds.conclude(meeting, outcome is not None)
+            except ExchangeError as e:  # without the store nobody can tell
+                self._undo(e)
+                raise
+            if counts:
                 self.engine.keep()
                 return outcome
             if outcome is not None:
@@ -253,7 +253,6 @@ class Attendance:
 
 
 _ATTEMPTS = 20
-_PAUSE_S = 0.02
 
 
 def _refuse(layout: Layout) -> None:

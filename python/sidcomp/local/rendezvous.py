@@ -5,7 +5,8 @@ that has ended breaks the process group of all. Everything that they agree on is
 every change of it is a compare-and-set. So there is no leader, and no rank can see half of a change:
 
   open       ranks arrive, each with the version of its common point. Any rank that waits closes the record:
-             when all expected ranks are there, or the deadline after its own arrival
+             when all expected ranks are there, or the deadline after its own arrival; later, if an absent
+             rank has a newer point than all of them
   closed     those who had arrived are the members. They exchange on a process group of exactly these ranks
   concluded  each member that has everything says so. When all have, the round counts. Any member whose
              exchange failed, or who waits too long, says that it does not. What comes first holds for all
@@ -78,7 +79,7 @@ class Rounds:
         self._closed = -1, 0.0  # a round that this rank has found closed, and when
         first = {
             "model": model, "number": 0, "version": -1, "expected": list(range(world)), "next": [],
-            "here": {}, "closed": False, "group": "", "done": [], "last": {},
+            "left": [], "here": {}, "closed": False, "group": "", "done": [], "last": {},
         }  # fmt: skip
         record = self._change(lambda r: False, json.dumps(first))
         if record["model"] != model:
@@ -136,65 +137,62 @@ class Rounds:
         record = self.look()
         return bool(record["here"]) and not record["closed"]
 
-    def attended(self) -> int:
+    def attended(self, record: Record) -> int:
         """The version of the last round that this rank, or a process before it, took part in; -1: none."""
-        last = self.look()["last"].get(str(self.rank), [0, -1])
-        return int(last[1])
-
-    def expect(self) -> None:
-        """Says that this rank comes to the next round."""
-
-        def edit(r: Record) -> bool:
-            which = r["next" if r["closed"] else "expected"]
-            if self.rank in which:
-                return False
-            which.append(self.rank)
-            return True
-
-        self._change(edit)
+        return int(record["last"].get(str(self.rank), [0, -1])[1])
 
     # ---- a round
     # -------------------------------------------------------------------------------------------------
 
     def meet(
-        self, mine: Callable[[Record], dict[str, Any]], wait: float | None = None, opens: bool = True
+        self, mine: Callable[[Record], dict[str, Any]], wait: float | None = None, joins: bool = False
     ) -> Meeting | None:
         """Arrives, and waits until the round is closed. Returns None if it had been closed already; the rank
         is then expected in the next one. Raises Undone if it is given up before this rank has seen that.
 
-        mine: "version", "empty" and "group" of this rank, given the record. opens: not to wait for another
-        rank to arrive first.
+        mine: "version", "empty" and "group" of this rank, given the record. joins: this rank has no
+        parameters. Once the run has begun, it waits until a rank that has some arrives, and never returns
+        None.
         """
         wait, began = self.deadline if wait is None else wait, time.monotonic()
+        number = -1  # of the round in which this rank has arrived
 
         def arrive(r: Record) -> bool:
-            if not r["closed"] and (opens or r["here"]):
+            nonlocal number
+            # There may be that of a former process; or this rank's own, and all who have parameters are gone.
+            own = r["here"].pop(str(self.rank), None) if not r["closed"] else None
+            if not r["closed"] and (not joins or _founded(r)):
                 r["here"][str(self.rank)] = mine(r)
+                number = r["number"]
+                if self.rank in r["left"]:
+                    r["left"].remove(self.rank)
                 return True
+            number = -1
             which = r["next" if r["closed"] else "expected"]
             if self.rank in which:
-                return False
+                return own is not None
             which.append(self.rank)
             return True
 
         record = self._change(arrive)
-        while record["closed"] or str(self.rank) not in record["here"]:
-            self._unstick(record)
-            if opens:
-                return None
+        while number < 0 or (record["number"] == number and not record["closed"]):
             waited = time.monotonic() - began
-            alone = record["expected"] == [self.rank] and not record["closed"] and waited > wait
-            if alone or waited > LONELY_S:
-                raise ExchangeError(
-                    f"rank {self.rank} has no parameters, and no rank that has them has come within "
-                    f"{waited:.0f} s: the others have ended. Start all ranks anew, with a new store"
-                )
-            time.sleep(_PAUSES[1])
-            record = self._change(arrive)
-        number, began = record["number"], time.monotonic()
-        while not record["closed"] and record["number"] == number:
-            late = time.monotonic() - began > wait
-            if late or {str(r) for r in record["expected"]} <= set(record["here"]):
+            if number < 0:
+                self._unstick(record)
+                if not joins:
+                    return None
+                alone = record["expected"] == [self.rank] and not record["closed"] and waited > wait
+                if alone or waited > LONELY_S:
+                    raise ExchangeError(
+                        f"rank {self.rank} has no parameters, and no rank that has them has come within "
+                        f"{waited:.0f} s: the others have ended. Start all ranks anew, with a new store"
+                    )
+                time.sleep(_PAUSES[1])
+                record = self._change(arrive)
+                began = time.monotonic() if number >= 0 else began
+            elif not _founded(record):
+                record = self._change(arrive)
+            elif _complete(record) or waited > (max(wait, self.limit) if _lacks(record) else wait):
                 record = self._change(lambda r: self._close(r, number))
             else:
                 time.sleep(_PAUSES[1])
@@ -231,7 +229,7 @@ class Rounds:
             self._change(edit)
 
     def _close(self, r: Record, number: int) -> bool:
-        if r["closed"] or r["number"] != number:
+        if r["closed"] or r["number"] != number or not _founded(r):
             return False
         members = ",".join(map(str, sorted(map(int, r["here"]))))
         groups = {a["group"] for a in r["here"].values()}
@@ -272,6 +270,8 @@ class Rounds:
             for which in (r["expected"], r["next"]):
                 if self.rank in which:
                     which.remove(self.rank)
+            if self.rank not in r["left"]:
+                r["left"].append(self.rank)
             return True
 
         record, began = self._change(edit), time.monotonic()
@@ -310,10 +310,33 @@ def _checks(world: int) -> plain_data.Check:
     return plain_data.record(
         {
             "model": plain_data.text, "number": count, "version": whole, "expected": ranks, "next": ranks,
-            "here": by_rank(arrival), "closed": flag, "group": plain_data.text, "done": ranks,
+            "left": ranks, "here": by_rank(arrival), "closed": flag, "group": plain_data.text, "done": ranks,
             "last": by_rank(last),
         }
     )  # fmt: skip
+
+
+def _newest(r: Record) -> int:
+    """The newest version of the ranks that are here."""
+    return max((int(a["version"]) for a in r["here"].values()), default=-1)
+
+
+def _founded(r: Record) -> bool:
+    """Whether a rank that has parameters is here, or none has any yet. Else those with which some rank begins
+    would become the common point of all."""
+    return r["version"] < 0 or _newest(r) >= 0
+
+
+def _complete(r: Record) -> bool:
+    """Whether all are here for whom a round waits."""
+    return {str(rank) for rank in r["expected"]} <= set(r["here"]) and not _lacks(r)
+
+
+def _lacks(r: Record) -> bool:
+    """Whether a rank that is absent, and has not left, has a newer common point than all who are here: these
+    would go on from an older one, and what the members of the rounds since have sent would be lost."""
+    known, absent = _newest(r), {*r["last"]} - {*r["here"], *map(str, r["left"])}
+    return any(version > known for rank, (_, version) in r["last"].items() if rank in absent)
 
 
 def _advance(r: Record, members: list[int], version: int, counts: bool) -> None:

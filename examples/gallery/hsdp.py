@@ -1,6 +1,6 @@
 """HSDP: two replicas of a model, each sharded over two ranks; sidcomp averages the replicas' gradients.
 
-torchrun --standalone --nproc-per-node 4 examples/hsdp.py
+torchrun --standalone --nproc-per-node 4 examples/gallery/hsdp.py
 """
 
 import sidcomp
@@ -42,3 +42,9 @@ with sidcomp.compress(model, optimizer, "topk", density=0.05, options=options) a
         sent, n = stats["sent_bytes"] // stats["steps"], stats["groups"][0]["n"]
         print(f"{sent:,} bytes a step for a shard of {n:,} elements, in {len(stats['groups'])} group")
 dist.destroy_process_group()
+
+# It prints:
+#   step 20: loss 0.4192
+#   step 40: loss 0.3903
+#   step 60: loss 0.3925
+#   9,984 bytes a step for a shard of 33,024 elements, in 1 group
