@@ -20,7 +20,10 @@ def digest(codec: str) -> str:
     compressor = sidcomp.Compressor(codec, N)
     found = 0
     for _ in range(3):
-        x = random.standard_normal(N, dtype=np.float32) ** 3  # as peaked as gradients are
+        # Peaked as gradients are, and by products alone: NumPy's powers and logarithms have other bits on
+        # another processor.
+        x = random.integers(-(2**11), 2**11, N).astype(np.float32) * np.float32(2**-11)
+        x *= x * x
         found = zlib.crc32(np.asarray(compressor.encode(x)).tobytes(), found)
     return f"{found:08x}"
 
