@@ -220,10 +220,11 @@ def test_nothing_beats_computation_and_auto_nothing_of_its_own_loses() -> None:
 
 
 def test_plain_ddp_takes_what_can_be_computed_by_hand() -> None:
-    """One tensor: nothing overlaps, so the step is the computation and the ring's 2 (W - 1) / W vectors."""
+    """One tensor: nothing overlaps, so the step is the computation, the ring's 2 (W - 1) / W vectors, and the
+    copies into DDP's bucket and back."""
     found = predict(10, of_json({"w": [25_000_000]}), ranks=8)
     ring = 2 * 7 / 8 * 25_000_000 * 32 / 10e9 * 1e3 + 14 * 50e-3
-    assert found.dense_ms == pytest.approx(100 + ring, rel=1e-3)
+    assert found.dense_ms == pytest.approx(100 + ring + 0.016e-6 * 25_000_000, rel=1e-4)
     assert found.dense_bytes == pytest.approx(2 * 7 / 8 * 25_000_000 * 4, rel=1e-3)
 
 
@@ -372,15 +373,27 @@ def test_each_step_between_two_exchanges_is_lengthened() -> None:
         assert way.step_ms - free.step_ms == pytest.approx(5e-6 * SMALL.elements * (way.every > 1))
 
 
+def test_ddp_copies_gradients_into_its_buckets_and_back() -> None:
+    copying = dict.fromkeys(ON_GPU, Measured.assumed(Compute(bucket_ns=5.0)))
+    free, found = predict(1, compute=FREE), predict(1, compute=copying)
+    longer = pytest.approx(5e-6 * SMALL.elements)
+    assert found.dense_ms - free.dense_ms == longer
+    for a, b in zip((*free.ways, free.auto["SGD"].way), (*found.ways, found.auto["SGD"].way), strict=True):
+        assert b.step_ms - a.step_ms == longer
+    assert [way.step_ms for way in found.local] == [way.step_ms for way in free.local]
+
+
 def test_the_spread_of_what_was_measured_is_that_of_the_prediction() -> None:
-    alike, apart = Measured.assumed(GPU), Measured(GPU, Compute(), Compute(20.0, 2.0))
+    copies = GPU.bucket_ns
+    least, most = Compute(bucket_ns=copies), Compute(20.0, 2.0, bucket_ns=copies)
+    alike, apart = Measured.assumed(GPU), Measured(GPU, least, most)
     assert not any(way.spread.wide for way in predict(1).ways)
     for way in predict(1, compute=dict.fromkeys(ON_GPU, alike)).ways:
         assert way.spread == (way.speedup, way.speedup)
     found = predict(1, compute=dict.fromkeys(ON_GPU, apart))
     for slow, free, way in zip(
-        predict(1, compute=dict.fromkeys(ON_GPU, Measured.assumed(apart.most))).ways,
-        predict(1, compute=FREE).ways,
+        predict(1, compute=dict.fromkeys(ON_GPU, Measured.assumed(most))).ways,
+        predict(1, compute=dict.fromkeys(ON_GPU, Measured.assumed(least))).ways,
         found.ways,
         strict=True,
     ):

@@ -22,12 +22,12 @@ from sidcomp.standalone.simulation import DENSE, Compute, Link, Measured, method
 FORWARD = 1 / 3  # of a step's computation; the backward pass takes twice as long
 BUCKET = 25 * 2**20  # bytes, DDP's default
 # Assumed of a GPU: an encode moves 20 bytes of its memory an element, a decode 10 bytes an element of each
-# payload, an exchange of updates 72 bytes more, and a step between two of them 24, at 1 TB/s. A group's
-# launches take 25 to 35 us, estimated from their number (docs/cuda.md), so that small groups are merged;
-# State("auto") measures them on the GPU that it trains on.
+# payload, an exchange of updates 72 bytes more, a step between two of them 24, and DDP 16, at 1 TB/s. The
+# launches of a group take 25 to 35 us, estimated from their number (docs/cuda.md), so that small groups are
+# merged; State("auto") measures them on the GPU that it trains on.
 GPU = Compute(
     encode_ns=0.020, decode_ns=0.010, merge_ns=0.010, encode_us=18.0, decode_us=12.0, update_ns=0.072,
-    step_ns=0.024,
+    step_ns=0.024, bucket_ns=0.016,
 )  # fmt: skip
 _LEAST = 0.03  # a gain below this share of a step is none
 _MOST_MS = 1e6
@@ -334,10 +334,11 @@ class _Costs:
         if not levels[0]:
             raise ArgumentError(f"no codec can be estimated: {'; '.join(self.refused.values())}")
         self.instances = [instance_of(model, step_ms, costs) for costs in levels]
-        self.dense_ms = _over_buckets(self.instances[0], DENSE)
         costs_of = [compute[candidate.encoding].compute for candidate, _ in ways.values()]
         self.update_ms = max(c.update_ns for c in costs_of) * model.elements * 1e-6
         self.local_ms = max(c.step_ns for c in costs_of) * model.elements * 1e-6
+        self.bucket_ms = max(c.bucket_ns for c in costs_of) * model.elements * 1e-6
+        self.dense_ms = self.bucket_ms + _over_buckets(self.instances[0], DENSE)
 
     def _way(self, label: str, sends: str, took: Sequence[float], steps: int = 1) -> Way:
         """took: the milliseconds of a step by each level."""
@@ -352,7 +353,7 @@ class _Costs:
 
     def hooked(self, label: str, loss: Mapping[str, Loss]) -> Way:
         """In DDP's hook, over DDP's buckets."""
-        took = [_over_buckets(instance, label) for instance in self.instances]
+        took = [self.bucket_ms + _over_buckets(instance, label) for instance in self.instances]
         return replace(self._way(label, GRADIENTS, took), loss=loss, call=_call("ddp", self.given[label]))
 
     def local(self, label: str, steps: int, loss: Mapping[str, Loss]) -> Way:
@@ -373,7 +374,7 @@ class _Costs:
         the part of the gradient that it carries."""
         chosen = [_choosing(instance, {DENSE, *among}) for instance in self.instances]
         plan = fusion.plan(chosen[0], "ldp", work_limit=_WORK_LIMIT)
-        took = [fusion.evaluate(instance, plan)["time_ps"] / 1e9 for instance in chosen]
+        took = [self.bucket_ms + fusion.evaluate(instance, plan)["time_ps"] / 1e9 for instance in chosen]
         total = sum(t["bytes"] for t in chosen[0]["tensors"])
         carried: dict[str, int] = {}
         start = 0

@@ -58,8 +58,9 @@ class Compute:
     """Nanoseconds an element that a rank computes: to encode, to decode one payload, to merge signs once, and
     to copy, add and check what the ranks of a node exchange uncompressed. Microseconds that a group's encode
     and its decode take whatever its size: on a GPU, their launches. And nanoseconds an element of what an
-    exchange of updates does beside the codec, which subtracts and copies whole vectors, and of what each step
-    does where not every one is followed by an exchange: the noise correction measures and lengthens it."""
+    exchange of updates does beside the codec, which subtracts and copies whole vectors; of what each step
+    does where not every one is followed by an exchange: the noise correction measures and lengthens it; and
+    of what DDP does, which copies gradients into its buckets and back."""
 
     encode_ns: float = 0.0
     decode_ns: float = 0.0
@@ -69,6 +70,7 @@ class Compute:
     decode_us: float = 0.0
     update_ns: float = 0.0
     step_ns: float = 0.0
+    bucket_ns: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -343,7 +345,11 @@ class Measured:
 
     def with_passes(self, pass_ns: float) -> "Measured":
         """The same, and what updates take. pass_ns: of a pass over vectors, an element."""
-        passes = {"update_ns": _PASSES * pass_ns, "step_ns": _STEP_PASSES * pass_ns}
+        passes = {
+            "update_ns": _PASSES * pass_ns,
+            "step_ns": _STEP_PASSES * pass_ns,
+            "bucket_ns": _BUCKET_PASSES * pass_ns,
+        }
         return Measured(*(replace(c, **passes) for c in (self.compute, self.least, self.most)))
 
 
@@ -376,6 +382,7 @@ def measure_all(
 
 _PASSES = 6  # over vectors in an exchange of updates: what a rank did, what arrived, what it has not sent
 _STEP_PASSES = 2  # of the noise correction in a step: it copies, reads gradients, and lengthens
+_BUCKET_PASSES = 2
 _LARGE = 1 << 24  # elements: a step leaves its vectors in no cache, so three of these should fit into none
 
 
