@@ -87,7 +87,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     costs = {"codec": "none", "memory": "none", "parameters": {}, "exchange": "allreduce"}
     dense = {**costs, "name": "dense", "encode": None, "exchange_curve": {"knots": line}, "decode": None}
     measured = {"methods": [dense], "contention": {}, "threads": 1, "measured_s": 1.0}
-    assumed_profile(of_json({"w": [64, 64]}), 10.0, 2, measured).save(tmp_path / "saved.json")
+    for name in ("saved.json", "link.json"):
+        assumed_profile(of_json({"w": [64, 64]}), 10.0, 2, measured).save(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
