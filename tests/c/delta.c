@@ -84,7 +84,7 @@ void test_delta_gaps(void) {
         for (uint32_t low = 0; low <= SID_GAP_LOW; low++) {
             sid_gaps late = {.lows = lows, .high = (const uint8_t *)high, .words = LATE / 64 + 1, .low = low};
             sid_gaps large = {.lows = lows, .high = (const uint8_t *)(high + LATE / 64), .words = 1, .low = low}, g;
-            const uint32_t end = COUNT << low;
+            const uint32_t end = (uint32_t)COUNT << low;
             memset(lows, 0, sizeof lows);
             CHECK(!v->gaps(&late, COUNT, SID_DELTA_BLOCK, at) == (low > 1), "%s: low %u", v->name, low);
             memset(lows, 0xff, sizeof lows);
