@@ -174,9 +174,8 @@ class Exchanges(Exchanging):
 
     def launch(self, part: torch.Tensor, out: torch.Tensor) -> Works:
         if self.wire.gather and self.exchange.swaps:
-            rows = out.view(2, -1)
-            rows[self.exchange.rank].copy_(part)
-            return post(swap_of(part, rows, self.exchange), 0, self.exchange.group, 0)
+            others = out.view(2, -1)[1 - self.exchange.rank]
+            return post(swap_of(part, others, self.exchange), 0, self.exchange.group, 0)
         if self.wire.gather:
             return [self.exchange.all_gather(out, part)]
         if self.wire.scaled and part.is_cuda:

@@ -105,6 +105,7 @@ class CollectiveForm(Form):
         self.scratch = Block(work_bytes, device)
         self.payload = self.incoming = Block(plan.payload_bytes, device)
         self.count = 1  # payloads to decode
+        self._apart: list[Block] = []  # those of all ranks, where they do not lie one after the other
         if plan.linear:
             self.slices = [self._view(*part) for part in plan.slices]
             self.rounds = len(self.slices)
@@ -115,9 +116,13 @@ class CollectiveForm(Form):
             self.bytes_sent = plan.payload_bytes
             self.allocations = 3
 
-    def rows(self) -> torch.Tensor:
-        """Returns the payloads of an all-gather, a row for each rank."""
-        return self.incoming.tensor.view(self.count, -1)
+    def swap(self, rank: int) -> torch.Tensor:
+        """Two ranks will send each other their payloads, and this rank's stays where it is. Returns where the
+        other's arrives."""
+        n = self.plan.payload_bytes
+        self._apart = [self.incoming.part(i * n, n) for i in range(2)]
+        self._apart[rank] = self.payload
+        return self._apart[1 - rank].tensor
 
     def _view(self, offset: int, count: int) -> torch.Tensor:
         """Returns elements of the body."""
@@ -150,6 +155,10 @@ class CollectiveForm(Form):
 
     def decode(self, buffers: _core.Buffers, at: Moment) -> bool:
         """Decodes into the segments. Returns whether the result is not finite."""
+        if self._apart:
+            places = [block.ptr for block in self._apart]
+            found: bool = self.plan.decode_list(places, 1.0 / at.world, buffers, step=at.step, group=at.group)
+            return found
         nonfinite: bool = self.plan.decode(
             self.incoming.ptr, self.plan.payload_bytes, self.count, 1.0 / at.world, buffers,
             step=at.step, group=at.group,
@@ -171,8 +180,9 @@ class CollectiveForm(Form):
         if self.slices:
             return []
         found = []
-        for row in self.rows()[:, : _MAGIC + _REASON]:
-            head = bytes(row.numpy())
+        rows = [block.tensor for block in self._apart] or self.incoming.tensor.view(self.count, -1)
+        for row in rows:
+            head = bytes(row[: _MAGIC + _REASON].numpy())
             text = head[_MAGIC:].rstrip(b"\0").decode(errors="replace") or "it gives no reason"
             found.append("" if any(head[:_MAGIC]) else text)
         return found

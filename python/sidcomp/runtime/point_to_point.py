@@ -49,12 +49,11 @@ def ends_of(message_plan: MessagePlan, wire: torch.Tensor, exchange: Exchange) -
     return [(views(i, False), views(i, True)) for i in range(message_plan.rounds)]
 
 
-def swap_of(payload: torch.Tensor, rows: torch.Tensor, exchange: Exchange) -> Ends:
-    """Returns the one round in which two ranks send each other their payloads, as an all-gather does. rows:
-    for both payloads; the sender fills its own."""
-    peer = 1 - exchange.rank
-    to = dist.get_global_rank(exchange.group, peer)
-    return [([(to, payload)], [(to, rows[peer])])]
+def swap_of(mine: torch.Tensor, others: torch.Tensor, exchange: Exchange) -> Ends:
+    """Returns the one round in which two ranks send each other their payloads, as an all-gather does. others:
+    where that of the other rank arrives."""
+    peer = dist.get_global_rank(exchange.group, 1 - exchange.rank)
+    return [([(peer, mine)], [(peer, others)])]
 
 
 def post(ends: Ends, round: int, group: dist.ProcessGroup, tag: int) -> Works:
@@ -83,17 +82,15 @@ class Messages(Inline):
 
     def connect(self, form: Form) -> None:
         if isinstance(form, CollectiveForm):
-            form.ends = swap_of(form.payload.tensor, form.rows(), self.exchange)
+            form.ends = swap_of(form.payload.tensor, form.swap(self.exchange.rank), self.exchange)
         else:
             form.ends = ends_of(form.plan, form.payload.tensor, self.exchange)
 
     def post(self, group: Exchanged, round: int) -> Works:
-        form = group.form
-        if not form.ends:
+        ends = group.form.ends
+        if not ends:
             return []  # a rank alone
-        if isinstance(form, CollectiveForm):
-            form.rows()[self.exchange.rank].copy_(form.payload.tensor)
-        return post(form.ends, round, self.exchange.group, group.index * _ROUNDS % 2**31 + round)
+        return post(ends, round, self.exchange.group, group.index * _ROUNDS % 2**31 + round)
 
 
 class BatchedMessages(Messages):
