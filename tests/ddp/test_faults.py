@@ -102,19 +102,23 @@ class Planted(Exception):
 
 def plant(method: str, do: Callable[..., None], group: int = 0, late: int = 0) -> None:
     """Calls do(plan, *arguments) once, behind the core's own method on `group`, after `late` other calls."""
-    original = getattr(_core.Plan, method)
     calls = 0
 
-    def wrapped(self: Any, *arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        result = original(self, *arguments, **named)
-        if named["group"] == group:
-            calls += 1
-            if calls == late + 1:
-                do(self, *arguments)
-        return result
+    def behind(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            result = original(self, *arguments, **named)
+            if named["group"] == group:
+                calls += 1
+                if calls == late + 1:
+                    do(self, *arguments)
+            return result
 
-    setattr(_core.Plan, method, wrapped)
+        return wrapped
+
+    # Two ranks that swap their payloads decode both from where they are.
+    for name in ("decode", "decode_list") if method == "decode" else (method,):
+        setattr(_core.Plan, name, behind(getattr(_core.Plan, name)))
 
 
 def planted_error(rank: int, world: int, codec: str, groups: str, method: str) -> None:
