@@ -82,20 +82,17 @@ void bind_delta(py::module_ &m) {
         arg("data"));
     m.def("delta_encode", encode, arg("old").none(true), arg("new"), arg("kind"), arg("first"), arg("n"), arg("work"),
           arg("out"), arg("offset") = 0);
-    m.def(
-        "delta_check",
-        [](const Segments &s, int kind, uint64_t first, uint64_t n, const py::buffer &message, uint64_t offset,
-           uint64_t bytes,
-           uint64_t checksum) { decode(sid_delta_check, s, kind, first, n, message, offset, bytes, checksum); },
-        arg("segments"), arg("kind"), arg("first"), arg("n"), arg("message"), arg("offset"), arg("bytes"),
-        arg("checksum"));
-    m.def(
-        "delta_apply",
-        [](const Segments &s, int kind, uint64_t first, uint64_t n, const py::buffer &message, uint64_t offset,
-           uint64_t bytes,
-           uint64_t checksum) { decode(sid_delta_apply, s, kind, first, n, message, offset, bytes, checksum); },
-        arg("segments"), arg("kind"), arg("first"), arg("n"), arg("message"), arg("offset"), arg("bytes"),
-        arg("checksum"));
+    const auto of_a_body = [&m](const char *name, auto call) {
+        m.def(
+            name,
+            [call](const Segments &s, int kind, uint64_t first, uint64_t n, const py::buffer &message, uint64_t offset,
+                   uint64_t bytes,
+                   uint64_t checksum) { decode(call, s, kind, first, n, message, offset, bytes, checksum); },
+            arg("segments"), arg("kind"), arg("first"), arg("n"), arg("message"), arg("offset"), arg("bytes"),
+            arg("checksum"));
+    };
+    of_a_body("delta_check", sid_delta_check);
+    of_a_body("delta_apply", sid_delta_apply);
     m.def(
         "delta_checksum",
         [](const py::buffer &data, uint64_t offset, uint64_t bytes) {
