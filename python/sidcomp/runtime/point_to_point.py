@@ -1,9 +1,9 @@
 """The transports of exchanges that send messages: point to point, on a process group.
 
-PointToPoint does so by threads. The engine's thread encodes a group and posts
-its first round. A thread does the rest: it waits for a round, computes, and posts the next one, until the
-group is done; then it takes the next group. There are several threads, so that the messages of other groups
-travel while one thread waits or computes.
+PointToPoint does so by threads. The engine's thread encodes a group and posts its first round. A thread does
+the rest: it waits for a round, computes, and posts the next one, until the group is done; then it takes the
+next group. There are several threads, so that the messages of other groups travel while one thread waits or
+computes.
 
 Messages cannot be confused: they are matched by sender, receiver and tag, and the tag contains group and
 round. So the order in which ranks post does not matter.
