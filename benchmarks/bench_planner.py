@@ -162,8 +162,7 @@ MODES: dict[str, dict[str, Any]] = {
     "codec alone, measured encode": {"decode": False, "methods": (CODEC,)},
     "+ dense or codec": {"decode": False},
     "+ decode on a side stream": {},
-    "+ backward at 60 % beside an encode": {"overlap_permille": 600},
-    "+ all at 60 % beside an exchange": {"stolen_permille": 400},
+    "+ all at 60 % beside an exchange": {"slowdown_permille": 400},
 }
 
 

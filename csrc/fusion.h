@@ -4,9 +4,8 @@
  *
  * Model.    Tensors become ready in the order 0 .. n - 1. A group is a run of neighbours; it is ready when its last
  *           tensor is, is then encoded, exchanged in turn with the other groups, and decoded:
- *               backward  main + its tensors' backward_ps; while an encode runs, only overlap_permille of full speed;
- *                         while an exchange does, slowdown_permille less of it, which goes for an encode on main too
- *               encode    max(its backward, previous encode) + encode(bytes); overlap 0: it runs on the main stream
+ *               backward  main + its tensors' backward_ps; slower by slowdown_permille while an exchange moves bytes
+ *               encode    its backward + encode(bytes), on the main stream too, and slowed down in the same way
  *               exchange  max(its encode, or its backward where there is none, previous exchange) + exchange(bytes)
  *                         + delay(bytes), or what is left of the backward pass after its tensors where that is less
  *               decode    max(its exchange, previous decode) + decode(bytes); decode_main: not before the last backward
@@ -32,7 +31,7 @@ typedef enum sid_fuse_status { /* pinned */
     SID_FUSE_E_METHODS = -3,        /* no method, or more than SID_FUSE_MAX_METHODS */
     SID_FUSE_E_NEGATIVE_TIME = -4,  /* of a tensor, the forward pass or a knot */
     SID_FUSE_E_NEGATIVE_BYTES = -5, /* of a tensor or the cap */
-    SID_FUSE_E_SHARE = -6,          /* overlap_permille is above 1000, slowdown_permille above 999, or both are given */
+    SID_FUSE_E_SHARE = -6,          /* slowdown_permille is above 999 */
     SID_FUSE_E_NO_EXCHANGE = -7,    /* a method without an exchange curve */
     SID_FUSE_E_FIRST_KNOT = -8,     /* a curve does not start at 0 bytes */
     SID_FUSE_E_KNOT_ORDER = -9,     /* a curve's bytes do not increase */
@@ -82,7 +81,6 @@ typedef struct sid_instance {
     int64_t forward_ps, max_group_bytes; /* cap: 0 = none; a larger single tensor stays alone */
     uint32_t n_methods;
     const sid_method *methods;
-    uint32_t overlap_permille; /* of its own speed that the backward pass keeps while an encode runs */
     uint32_t
         slowdown_permille; /* of the main stream's speed, that a running exchange takes: processors that carry it */
     int decode_main;       /* 1: decodes run on the main stream, after the backward pass; 0: on one of their own */

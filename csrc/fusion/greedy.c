@@ -122,8 +122,7 @@ int sid_is_affine(const sid_problem *p, uint32_t method) {
     const sid_method *m = &p->in->methods[method];
     const int64_t total = p->size[p->in->n];
     line h, g;
-    return p->in->n_methods == 1 && !m->decode.n && !(m->encode.n && p->in->overlap_permille) &&
-           !p->in->slowdown_permille && !m->delay.n && is_line(&m->encode, total, &h) && !h.rise.rest &&
+    return p->in->n_methods == 1 && !m->decode.n && !p->in->slowdown_permille && !m->delay.n && is_line(&m->encode, total, &h) && !h.rise.rest &&
            is_line(&m->exchange, total, &g) && !g.rise.rest;
 }
 
@@ -164,16 +163,12 @@ static line both(line a, line b, uint32_t n) { /* a + b */
 /* Offers the plan that is best on these lines; returns its time on them. */
 static int64_t offer_on_lines(sid_job *j, uint32_t method, const line *encode, const line *exchange) {
     const sid_problem *p = &j->problem;
-    const int64_t taken =
-        1000 - p->in->overlap_permille; /* an encode delays the backward pass by this share of itself */
     const uint32_t n = p->in->n;
     for (uint32_t i = 0; i <= n; i++) {
-        const int64_t u = sid_piece_at(&encode->rise, p->size[i]);
-        j->w[i] = p->back[i] + (taken == 1000 ? u : u / 1000 * taken);
+        j->w[i] = p->back[i] + sid_piece_at(&encode->rise, p->size[i]);
         j->v[i] = sid_piece_at(&exchange->rise, p->size[i]);
     }
-    const int64_t ah = taken == 1000 ? encode->latency : encode->latency / 1000 * taken;
-    const lines l = {n, p->in->forward_ps, ah, exchange->latency, j->w, j->v, p->far};
+    const lines l = {n, p->in->forward_ps, encode->latency, exchange->latency, j->w, j->v, p->far};
     const int64_t time = best_on_lines(&l, &j->draft, j->trial, &j->work);
     memset(j->draft.methods, (int)method, j->draft.groups);
     sid_offer(j);
@@ -193,7 +188,7 @@ static int64_t one_method(sid_job *j, uint32_t method) {
         const int64_t time = offer_on_lines(j, method, &h, &g);
         /* A group's cost is rounded down, and so may be 1 ps below its part of the prefix sums. */
         const int64_t rounding = (h.rise.rest ? n : 0) + (g.rise.rest ? n : 0);
-        return m->encode.n && p->in->overlap_permille ? 0 : time - rounding;
+        return time - rounding;
     }
     for (int64_t size = total; size >= total / 64; size /= 4) {
         if (!straight) {

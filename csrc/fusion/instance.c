@@ -149,15 +149,9 @@ sid_fuse_status sid_check_instance(const sid_instance *in, int64_t limit, sid_fu
     if (in->max_group_bytes < 0)
         return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_BYTES, "max_group_bytes is %" PRId64 ": it must not be negative",
                              in->max_group_bytes);
-    if (in->overlap_permille > 1000)
-        return sid_fuse_fail(err, SID_FUSE_E_SHARE, "overlap_permille is %u: it must be at most 1000",
-                             in->overlap_permille);
     if (in->slowdown_permille > 999)
         return sid_fuse_fail(err, SID_FUSE_E_SHARE, "slowdown_permille is %u: it must be at most 999",
                              in->slowdown_permille);
-    if (in->slowdown_permille && in->overlap_permille)
-        return sid_fuse_fail(err, SID_FUSE_E_SHARE,
-                             "slowdown_permille and overlap_permille are both given: only one may differ from 0");
     if (in->forward_ps > SID_FUSE_LIMIT) return sid_fuse_fail(err, SID_FUSE_E_SUM, "forward_ps is above 2^60");
     int64_t time = in->forward_ps, total = 0;
     for (uint32_t i = 0; i < in->n; i++) {

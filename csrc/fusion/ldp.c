@@ -1,5 +1,5 @@
-/* ldp: labels over boundaries. Every group may have its own method, costs are any curves, decodes and overlapping encodes
- * count: all that the transition knows.
+/* ldp: labels over boundaries. Every group may have its own method, costs are any curves, decodes count:
+ * all that the transition knows.
  *
  * A label is the clock after the tensors before a boundary under some plan of them. The transition does not fall in any
  * component and moves with a common shift, therefore
@@ -18,7 +18,7 @@ enum {
     PARTS = 250,        /* a merged atom has at most this part of all bytes and of the backward pass */
     MOST_LABELS = 512,  /* at a boundary; fewer where there are many boundaries */
     ALL_LABELS = 1 << 19,
-    MOST_WEIGHTS = 25
+    MOST_WEIGHTS = 15
 };
 
 typedef struct label {
@@ -27,8 +27,8 @@ typedef struct label {
     uint8_t method;        /* of the group between */
 } label;
 
-typedef struct weights { /* quarters: of the main stream's end, the encode stream's, the link's, the decodes' */
-    int8_t main, encode, link, decode;
+typedef struct weights { /* quarters: of the main stream's end, the link's, the decodes' */
+    int8_t main, link, decode;
 } weights;
 
 typedef struct ldp {
@@ -54,19 +54,14 @@ typedef struct ldp {
 
 /* ---- bounds ----------------------------------------------------------------------------------------------------- */
 
-static void set_weights(ldp *s, int encodes, int decodes) {
+static void set_weights(ldp *s, int decodes) {
     s->n_weights = 0;
-    const int overlaps = encodes && s->p.in->overlap_permille;
     for (int8_t d = 0; d <= (decodes ? 4 : 0); d++)
-        for (int8_t l = 0; l + d <= 4; l++) {
-            s->w[s->n_weights++] = (weights){(int8_t)(4 - l - d), 0, l, d};
-            if (overlaps && l + d < 4) s->w[s->n_weights++] = (weights){0, (int8_t)(4 - l - d), l, d};
-        }
+        for (int8_t l = 0; l + d <= 4; l++) s->w[s->n_weights++] = (weights){(int8_t)(4 - l - d), l, d};
 }
 
 static void set_rest(ldp *s) {
     const sid_instance *in = s->p.in;
-    const int64_t taken = 1000 - in->overlap_permille;
     for (uint32_t i = s->n + 1; i--;) {
         int64_t *r = s->rest + (size_t)i * s->n_weights;
         for (uint32_t k = 0; k < s->n_weights; k++) r[k] = i == s->n ? 0 : INT64_MAX;
@@ -76,12 +71,12 @@ static void set_rest(ldp *s) {
             for (uint32_t e = i + 1; e <= s->p.far[i]; e++) {
                 const sid_cost c =
                     sid_cost_near(&in->methods[m], &near, s->p.size[e] - s->p.size[i], sid_rest(&s->p, e));
-                const int64_t h = sid_max(c.encode, 0), d = sid_max(c.decode, 0), exposed = sid_permille(h, taken);
+                const int64_t h = sid_max(c.encode, 0), d = sid_max(c.decode, 0);
                 const int64_t *after = s->rest + (size_t)e * s->n_weights;
                 for (uint32_t k = 0; k < s->n_weights; k++) {
                     const weights w = s->w[k];
-                    const int64_t sum = w.main * exposed + w.encode * h + w.link * (c.exchange + c.delay) +
-                                        (w.decode + (in->decode_main && taken == 1000 ? w.main : 0)) * d;
+                    const int64_t sum = w.main * h + w.link * (c.exchange + c.delay) +
+                                        (w.decode + (in->decode_main ? w.main : 0)) * d;
                     r[k] = sid_min(r[k], after[k] + sum);
                 }
                 s->rest_link[i] = sid_min(s->rest_link[i], s->rest_link[e] + c.exchange + c.delay);
@@ -94,13 +89,8 @@ static void set_rest(ldp *s) {
 static inline int64_t bound_by(const ldp *s, const sid_clock *c, uint32_t i, uint32_t k) {
     const sid_instance *in = s->p.in;
     const weights w = s->w[k];
-    int64_t main = c->main + s->p.back[s->n] - s->p.back[i];
-    if (!in->overlap_permille) {
-        main += in->decode_main ? c->pending : s->tail;
-    } else { /* each transition may round down what an encode takes of the backward pass */
-        main += sid_permille(sid_max(0, c->encode - c->main), 1000 - in->overlap_permille) - (s->n - i) + s->tail;
-    }
-    return w.main * main + w.encode * c->encode + w.link * (c->link + s->tail_decode) + w.decode * c->decode +
+    const int64_t main = c->main + s->p.back[s->n] - s->p.back[i] + (in->decode_main ? c->pending : s->tail);
+    return w.main * main + w.link * (c->link + s->tail_decode) + w.decode * c->decode +
            s->rest[(size_t)i * s->n_weights + k];
 }
 
@@ -114,7 +104,7 @@ static int64_t bound(const ldp *s, const sid_clock *c, uint32_t i) {
 
 static inline int within(const sid_clock *a, const sid_clock *b, int64_t t) { /* a <= b + t everywhere */
     return a->main <= b->main + t && a->link <= b->link + t && a->decode <= b->decode + t &&
-           a->encode <= b->encode + t && a->pending <= b->pending + t && a->busy <= b->busy + t;
+           a->pending <= b->pending + t && a->busy <= b->busy + t;
 }
 
 static void give_up(ldp *s, const label *l, uint32_t i) { s->dropped = sid_min(s->dropped, bound(s, &l->at, i)); }
@@ -261,20 +251,19 @@ static void set_atoms(ldp *s) {
 
 static void set_methods(ldp *s) {
     const sid_instance *in = s->p.in;
-    const int64_t total = s->p.size[s->n], last = in->overlap_permille ? 0 : total - s->p.size[s->n - 1];
-    int encodes = 0, decodes = 0;
+    const int64_t total = s->p.size[s->n], last = total - s->p.size[s->n - 1];
+    int decodes = 0;
     s->tail = s->tail_decode = INT64_MAX;
     for (uint32_t m = 0; m < in->n_methods; m++) {
         const sid_method *q = &in->methods[m];
         const int64_t d = sid_least(&q->decode, last, total);
-        encodes |= q->encode.n > 0;
         decodes |= q->decode.n > 0;
         s->tail_decode = sid_min(s->tail_decode, d);
         s->tail = sid_min(s->tail, d + sid_least(&q->exchange, last, total));
         s->steady[m] = 1;
         for (uint32_t i = 1; i < q->encode.n; i++) s->steady[m] &= q->encode.knots[i].ps >= q->encode.knots[i - 1].ps;
     }
-    set_weights(s, encodes, decodes);
+    set_weights(s, decodes);
     for (uint32_t i = 0; i < s->n; i++) {
         const int64_t next = s->p.size[i + 1] - s->p.size[i];
         s->soon[i] = s->sent[i] = INT64_MAX;

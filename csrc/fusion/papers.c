@@ -267,7 +267,7 @@ static void run_cupcake(sid_job *j, int fixed) {
     s.nodes = j->own;
     s.prunings = (int)sid_option(j, "prunings");
     s.method.decode.n = 0;
-    s.paper.overlap_permille = s.paper.slowdown_permille = 0;
+    s.paper.slowdown_permille = 0;
     s.paper.decode_main = 0;
     for (uint32_t i = 0; i <= n; i++) {
         j->w[i] = encode_of(&s, i, n);

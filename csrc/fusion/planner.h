@@ -89,16 +89,16 @@ static inline int64_t sid_rest(const sid_problem *p, uint32_t end) { return p->b
 
 /* When each resource is free again. Everything below is nondecreasing in each of these and moves with a common shift. */
 typedef struct sid_clock {
-    int64_t main, encode, link, decode;
+    int64_t main, link, decode;
     int64_t pending; /* decode_main: decode work so far, which the main stream still has to do */
     int64_t busy; /* as link, but without delays: only an exchange that moves takes processors from the main stream */
 } sid_clock;
 
 static inline sid_clock sid_clock_start(const sid_instance *in) {
-    return (sid_clock){in->forward_ps, in->forward_ps, in->forward_ps, in->forward_ps, 0, in->forward_ps};
+    return (sid_clock){in->forward_ps, in->forward_ps, in->forward_ps, 0, in->forward_ps};
 }
 
-/* Main stream after `work`, which goes on at `keeps` per mille of its speed while something overlaps it, until `busy`. */
+/* Main stream after `work`, which goes on at `keeps` per mille of its speed while an exchange runs, until `busy`. */
 static inline int64_t sid_work(int64_t main, int64_t busy, int64_t work, int64_t keeps) {
     if (busy <= main) return main + work;
     const int64_t lag = busy - main, done = lag - sid_permille(lag, 1000 - keeps); /* by then */
@@ -111,17 +111,14 @@ static inline void sid_step(const sid_instance *in, sid_clock *c, int64_t work, 
     const sid_clock was = *c;
     const int64_t keeps =
         1000 - in->slowdown_permille; /* of its speed, until was.busy: exchanges leave no gap by then */
-    c->main = keeps < 1000 ? sid_work(was.main, was.busy, work, keeps)
-                           : sid_work(was.main, was.encode, work, in->overlap_permille);
-    int64_t ready = c->main;
+    int64_t ready = sid_work(was.main, was.busy, work, keeps);
     if (row) row->backward = (sid_span){was.main, ready};
     if (cost->encode >= 0) {
-        const int64_t start = sid_max(ready, was.encode);
-        ready = c->encode = keeps < 1000 ? sid_work(start, was.busy, cost->encode, keeps) : start + cost->encode;
+        const int64_t start = ready;
+        ready = sid_work(start, was.busy, cost->encode, keeps);
         if (row) row->encode = (sid_span){start, ready};
-        if (!in->overlap_permille) c->main = ready;
     }
-    c->encode = sid_max(c->encode, c->main); /* equal states look equal */
+    c->main = ready;
     const int64_t sent = sid_max(ready, was.link);
     c->link = sent + cost->delay + cost->exchange;
     c->busy = keeps < 1000 ? sid_max(ready, was.busy) + cost->exchange : 0;
@@ -200,7 +197,7 @@ int64_t sid_dense(sid_job *j);
 /* Plans of one method each, only that one or (-1) all, and the dense optimum. */
 void sid_pg(sid_job *j, int64_t only);
 
-/* 1 if no decode, no overlap and costs that are lines of whole picoseconds a byte, in an instance of one method: then
+/* 1 if no decode, no slowdown and costs that are lines of whole picoseconds a byte, in an instance of one method: then
  * the optimum is the papers' model's, to the picosecond. */
 int sid_is_affine(const sid_problem *p, uint32_t method);
 

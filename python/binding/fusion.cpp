@@ -40,7 +40,7 @@ class Instance {
 
     Instance(int64_t forward_ps, std::vector<int64_t> backward_ps, std::vector<int64_t> bytes,
              const std::vector<Method> &methods, int64_t max_group_bytes, const std::vector<uint32_t> &cut_before,
-             uint32_t overlap_permille, uint32_t slowdown_permille, bool decode_main)
+             uint32_t slowdown_permille, bool decode_main)
         : backward_(std::move(backward_ps)), bytes_(std::move(bytes)), cuts_(backward_.size()) {
         if (backward_.size() != bytes_.size())
             fail(SID_E_ARG, "there are " + std::to_string(backward_.size()) + " times of tensors, but " +
@@ -74,7 +74,6 @@ class Instance {
         in_.max_group_bytes = max_group_bytes;
         in_.n_methods = static_cast<uint32_t>(methods_.size());
         in_.methods = methods_.data();
-        in_.overlap_permille = overlap_permille;
         in_.slowdown_permille = slowdown_permille;
         in_.decode_main = decode_main;
         sid_fuse_error err{};
@@ -197,10 +196,9 @@ void bind_fusion(py::module_ &m) {
     });
     py::class_<Instance>(m, "Instance", "A planning problem (csrc/fusion.h).")
         .def(py::init<int64_t, std::vector<int64_t>, std::vector<int64_t>, const std::vector<Instance::Method> &,
-                      int64_t, const std::vector<uint32_t> &, uint32_t, uint32_t, bool>(),
+                      int64_t, const std::vector<uint32_t> &, uint32_t, bool>(),
              arg("forward_ps"), arg("backward_ps"), arg("bytes"), arg("methods"), arg("max_group_bytes") = 0,
-             arg("cut_before") = std::vector<uint32_t>(), arg("overlap_permille") = 0, arg("slowdown_permille") = 0,
-             arg("decode_main") = false)
+             arg("cut_before") = std::vector<uint32_t>(), arg("slowdown_permille") = 0, arg("decode_main") = false)
         .def("fuse", &Instance::fuse, arg("algorithm"), arg("options") = py::dict())
         .def("evaluate", &Instance::evaluate, arg("ends"), arg("methods"));
 }

@@ -545,7 +545,6 @@ class Instance:
         ],
         max_group_bytes: int = ...,
         cut_before: Sequence[int] = ...,
-        overlap_permille: int = ...,
         slowdown_permille: int = ...,
         decode_main: bool = ...,
     ) -> None: ...

@@ -351,7 +351,6 @@ void test_fuse_edges(void) {
             t.knots[c][1] = (sid_knot){shape < 2 ? 1 : shape < 4 ? total : total / 2 + 1, t.knots[c][0].ps};
             if (shape >= 2) t.knots[c][1].ps += part / 2 - 3;
         }
-        t.in.overlap_permille = shape == 3 ? 1 : shape == 5 ? 999 : 0;
         t.in.decode_main = shape == 4;
         /* The largest first tensor that is accepted, by halving. */
         int64_t lo = 0, hi = top + 1;
@@ -409,7 +408,7 @@ void test_fuse_timeline(void) {
             last = r->exchange.end > last ? r->exchange.end : last;
             last = decode && r->decode.end > last ? r->decode.end : last;
         }
-        if (!t.in.decode_main || t.in.overlap_permille)
+        if (!t.in.decode_main)
             CHECK(last == time, "ends at %lld, time %lld", (long long)last, (long long)time);
     }
 }
@@ -439,9 +438,7 @@ void test_fuse_refusals(void) {
     REFUSED(in.forward_ps = -1, in = sound, SID_FUSE_E_NEGATIVE_TIME, "forward_ps is -1");
     REFUSED(in.forward_ps = INT64_MAX, in = sound, SID_FUSE_E_SUM, "forward_ps");
     REFUSED(in.max_group_bytes = -5, in = sound, SID_FUSE_E_NEGATIVE_BYTES, "max_group_bytes");
-    REFUSED(in.overlap_permille = 1001, in = sound, SID_FUSE_E_SHARE, "1001");
     REFUSED(in.slowdown_permille = 1000, in = sound, SID_FUSE_E_SHARE, "slowdown_permille is 1000");
-    REFUSED(in.slowdown_permille = in.overlap_permille = 1, in = sound, SID_FUSE_E_SHARE, "only one");
     REFUSED(backward[1] = -2, backward[1] = 2, SID_FUSE_E_NEGATIVE_TIME, "tensor 1");
     REFUSED(bytes[0] = -2, bytes[0] = 3, SID_FUSE_E_NEGATIVE_BYTES, "tensor 0");
     REFUSED(backward[1] = INT64_MAX, backward[1] = 2, SID_FUSE_E_SUM, "tensor 1: the times");

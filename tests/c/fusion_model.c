@@ -56,7 +56,7 @@ void tiny_make(tiny *t, draws *d, kind k, uint32_t n, uint32_t n_methods) {
         if (k == GENERAL && draw(d, 2)) t->methods[m].decode = curve(t, d, k, 4 * m + 2, scale);
         if (k == GENERAL && draw(d, 2)) t->methods[m].delay = curve(t, d, k, 4 * m + 3, scale);
     }
-    static const uint32_t overlaps[] = {0, 0, 1000, 999, 1, 500, 400, 600}, slowdowns[] = {0, 1, 200, 500, 700, 999};
+    static const uint32_t slowdowns[] = {0, 0, 0, 1, 200, 500, 700, 999};
     t->in = (sid_instance){.n = n,
                            .backward_ps = t->backward,
                            .bytes = t->bytes,
@@ -66,8 +66,7 @@ void tiny_make(tiny *t, draws *d, kind k, uint32_t n, uint32_t n_methods) {
                            .methods = t->methods};
     if (!draw(d, 3) && total) t->in.max_group_bytes = 1 + draw(d, total > 200 ? 200 : (uint32_t)total) * scale;
     if (k == GENERAL) {
-        t->in.overlap_permille = overlaps[draw(d, 8)];
-        if (!t->in.overlap_permille) t->in.slowdown_permille = slowdowns[draw(d, 6)];
+        t->in.slowdown_permille = slowdowns[draw(d, 8)];
         t->in.decode_main = draw(d, 3) == 1;
     }
 }
@@ -85,7 +84,7 @@ static wide cost_of(const sid_curve *c, int64_t x) {
 }
 
 typedef struct clocks {
-    wide main, encode, link, decode, late, moving;
+    wide main, link, decode, late, moving;
 } clocks;
 
 static wide later(wide a, wide b) { return a > b ? a : b; }
@@ -101,7 +100,7 @@ static wide slowed(wide now, wide busy, wide work, int64_t keeps) {
 
 static void put(const sid_instance *in, clocks *c, uint32_t from, uint32_t end, uint32_t method) {
     const sid_method *m = &in->methods[method];
-    const int64_t overlap = in->overlap_permille, left = 1000 - (int64_t)in->slowdown_permille;
+    const int64_t left = 1000 - (int64_t)in->slowdown_permille;
     wide work = 0, rest = 0;
     int64_t bytes = 0;
     for (uint32_t i = from; i < end; i++) {
@@ -109,16 +108,12 @@ static void put(const sid_instance *in, clocks *c, uint32_t from, uint32_t end, 
         bytes += in->bytes[i];
     }
     for (uint32_t i = end; i < in->n; i++) rest += in->backward_ps[i];
-    /* overlapped by an encode, or by an exchange */
-    c->main =
-        in->slowdown_permille ? slowed(c->main, c->moving, work, left) : slowed(c->main, c->encode, work, overlap);
-    wide ready = c->main;
+    c->main = in->slowdown_permille ? slowed(c->main, c->moving, work, left) : c->main + work;
     if (m->encode.n) {
-        const wide h = cost_of(&m->encode, bytes), start = later(ready, c->encode);
-        ready = c->encode = in->slowdown_permille ? slowed(start, c->moving, h, left) : start + h;
-        if (!overlap) c->main = ready;
+        const wide h = cost_of(&m->encode, bytes);
+        c->main = in->slowdown_permille ? slowed(c->main, c->moving, h, left) : c->main + h;
     }
-    if (c->encode < c->main) c->encode = c->main;
+    const wide ready = c->main;
     const wide delay = m->delay.n ? cost_of(&m->delay, bytes) : 0, moves = cost_of(&m->exchange, bytes);
     c->link = later(ready, c->link) + (delay < rest ? delay : rest) + moves;
     c->moving = later(ready, c->moving) + moves;
@@ -128,7 +123,7 @@ static void put(const sid_instance *in, clocks *c, uint32_t from, uint32_t end, 
 }
 
 int64_t model_time(const sid_instance *in, uint32_t groups, const uint32_t *ends, const uint8_t *methods) {
-    clocks c = {in->forward_ps, in->forward_ps, in->forward_ps, in->forward_ps, 0, in->forward_ps};
+    clocks c = {in->forward_ps, in->forward_ps, in->forward_ps, 0, in->forward_ps};
     for (uint32_t k = 0; k < groups; k++) put(in, &c, k ? ends[k - 1] : 0, ends[k], methods[k]);
     return (int64_t)later(c.decode, c.main + c.late);
 }
@@ -167,7 +162,7 @@ static wide best_from(const sid_instance *in, clocks c, uint32_t from, choice of
 }
 
 int64_t brute(const sid_instance *in, choice of) {
-    const clocks c = {in->forward_ps, in->forward_ps, in->forward_ps, in->forward_ps, 0, in->forward_ps};
+    const clocks c = {in->forward_ps, in->forward_ps, in->forward_ps, 0, in->forward_ps};
     return (int64_t)best_from(in, c, 0, of);
 }
 

@@ -84,7 +84,7 @@ def test_a_profile_of_a_model_that_did_not_train_assumes_its_step() -> None:
     assert [t["bucket"] for t in profile.tensors] == [
         i // 7 for i in range(20)
     ]  # of 25 MB, in tensors of 4 MB
-    assert profile.contention["stolen_permille"] == 200  # 1.25 times as long: a fifth of the speed is taken
+    assert profile.contention["slowdown_permille"] == 200  # 1.25 times as long: a fifth of the speed is taken
     # The first of three buckets leaves after 34 ms. A MB takes 1 ms, and 2 until backward ends after 60 ms.
     assert 34 + 80 < profile.dense_ps / 1e9 < 34 + 80 + 28 + 20 * 0.2
 

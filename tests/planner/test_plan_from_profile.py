@@ -27,7 +27,7 @@ def saved(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("algorithm", ["ldp", "dense"])
 def test_the_plan_explains_the_measured_step(algorithm: str, tmp_path: Path) -> None:
     """It reckons with exchanges that computation slows down and that slow down computation."""
-    contention = {"exchange_permille": 1500, "compute_permille": 1200, "stolen_permille": 100}
+    contention = {"exchange_permille": 1500, "compute_permille": 1200, "slowdown_permille": 100}
     path = saved(tmp_path, contention=contention, dense_ps=66 * 10**9)
     found = json.loads(run("--profile", path, "--algorithm", algorithm, "--json").stdout)
     profile = Profile.load(path)
@@ -38,7 +38,7 @@ def test_the_plan_explains_the_measured_step(algorithm: str, tmp_path: Path) -> 
     if algorithm == "dense":
         layers = {"ends": [1, 2, 3, 4], "methods": [0] * 4}
         assert fusion.evaluate(made, layers)["time_ps"] > fusion.evaluate(isolated, layers)["time_ps"]
-    assert made["stolen_permille"] == 100
+    assert made["slowdown_permille"] == 100
 
 
 def test_it_shows_what_was_measured_beside_what_is_planned(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_a_profile_with_anything_changed_is_refused_or_works(one_in: int, tmp_pa
 @SHARES
 def test_an_instance_with_anything_changed_is_refused_or_works(one_in: int) -> None:
     made = make_profile().instance()
-    data = {**made, "cut_before": [1], "max_group_bytes": 8 * MB, "stolen_permille": 10}
+    data = {**made, "cut_before": [1], "max_group_bytes": 8 * MB, "slowdown_permille": 10}
     accepted = refused = 0
     for place, value, text in every_change(json.loads(json.dumps(data)), one_in):
         if not text.lstrip().startswith("{"):

@@ -87,7 +87,7 @@ def profile() -> Profile:
         Method("topk", "topk", "residual", {"density": 0.01}, "allgather", curve, curve, curve, curve),
     ]
     times = {"forward_ps": 10**9, "compute_ps": 3 * 10**9, "dense_ps": 4 * 10**9}
-    contention = {"exchange_permille": 1500, "compute_permille": 1100, "stolen_permille": 20}
+    contention = {"exchange_permille": 1500, "compute_permille": 1100, "slowdown_permille": 20}
     return Profile("m", 2, "cpu", "gloo", 1, tensors, **times, methods=methods, contention=contention)
 
 

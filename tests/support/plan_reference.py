@@ -47,11 +47,10 @@ def group_of(instance: Instance, start: int, end: int, method: int) -> Group:
 
 
 class Clock(NamedTuple):
-    """When each stream is free: backward, encode, exchange, decode beside them; and the sum of decodes.
+    """When each is free: backward, which encodes too, exchange, and decode; and the sum of decodes.
     moving: as exchange, without the delays, in which nothing is sent."""
 
     backward: int
-    encode: int
     exchange: int
     decode: int
     decodes: int
@@ -60,38 +59,30 @@ class Clock(NamedTuple):
 
 def clock(instance: Instance) -> Clock:
     now = instance["forward_ps"]
-    return Clock(now, now, now, now, 0, now)
+    return Clock(now, now, now, 0, now)
 
 
-def beside(now: int, busy: int, work: int, stolen: int) -> int:
-    """The end of work that until `busy` loses stolen/1000 of its speed."""
+def beside(now: int, busy: int, work: int, slowdown: int) -> int:
+    """The end of work that until `busy` loses slowdown/1000 of its speed."""
     behind = max(0, busy - now)
-    meanwhile = behind - behind * stolen // 1000  # done by then
+    meanwhile = behind - behind * slowdown // 1000  # done by then
     if work >= meanwhile:
         return max(now, busy) + work - meanwhile
-    return min(busy, now + -(-work * 1000 // (1000 - stolen)))
+    return min(busy, now + -(-work * 1000 // (1000 - slowdown)))
 
 
-def step(now: Clock, group: Group, overlap: int, stolen: int) -> Clock:
-    """One group later. While an encode runs, backward goes on at overlap/1000 of its speed; or, while an
-    exchange does, all that is on the main stream loses stolen/1000 of its."""
-    if stolen:
-        backward = encode = ready = beside(now.backward, now.moving, group.backward, stolen)
-        if group.encode is not None:
-            backward = encode = ready = beside(backward, now.moving, group.encode, stolen)
-    else:
-        ready = backward = beside(now.backward, now.encode, group.backward, 1000 - overlap)
-        encode = now.encode
-        if group.encode is not None:
-            ready = encode = max(backward, encode) + group.encode
-            backward = encode if overlap == 0 else backward  # it ran on the main stream
+def step(now: Clock, group: Group, slowdown: int) -> Clock:
+    """One group later. While an exchange moves bytes, the main stream loses slowdown/1000 of its speed."""
+    ready = now.backward
+    for work in (group.backward, group.encode or 0):
+        ready = beside(ready, now.moving, work, slowdown) if slowdown else ready + work
     exchange = max(now.exchange, ready) + group.delay + group.exchange
     moving = max(now.moving, ready) + group.exchange
     decode, decodes = now.decode, now.decodes
     if group.decode is not None:
         decode = max(decode, exchange) + group.decode
         decodes += group.decode
-    return Clock(backward, encode, exchange, decode, decodes, moving)
+    return Clock(ready, exchange, decode, decodes, moving)
 
 
 def finish(now: Clock, main: bool) -> int:
@@ -103,7 +94,7 @@ def evaluate(instance: Instance, ends: list[int], methods: list[int]) -> int:
     now, start = clock(instance), 0
     for end, method in zip(ends, methods, strict=True):
         group = group_of(instance, start, end, method)
-        now = step(now, group, instance["overlap_permille"], instance.get("stolen_permille", 0))
+        now = step(now, group, instance.get("slowdown_permille", 0))
         start = end
     return finish(now, instance["decode"] == "main")
 
@@ -120,8 +111,8 @@ def allowed(instance: Instance, start: int, end: int) -> bool:
 def brute_force(instance: Instance, methods: list[int] | None = None) -> int:
     """The least time over all partitions and all methods."""
     n, which = len(instance["tensors"]), methods or range(len(instance["methods"]))
-    main, overlap = instance["decode"] == "main", instance["overlap_permille"]
-    stolen = instance.get("stolen_permille", 0)
+    main = instance["decode"] == "main"
+    slowdown = instance.get("slowdown_permille", 0)
     groups = [
         [
             [group_of(instance, i, j, m) for m in which] if allowed(instance, i, j) else []
@@ -134,9 +125,7 @@ def brute_force(instance: Instance, methods: list[int] | None = None) -> int:
         if start == n:
             return finish(now, main)
         return min(
-            rest(step(now, g, overlap, stolen), start + 1 + j)
-            for j, gs in enumerate(groups[start])
-            for g in gs
+            rest(step(now, g, slowdown), start + 1 + j) for j, gs in enumerate(groups[start]) for g in gs
         )
 
     return rest(clock(instance), 0)

@@ -193,11 +193,11 @@ def profile(
         beside // _PS,
     )
     sizes = [s.buffer.numel() * s.buffer.element_size() for s in layout.buckets]
-    stolen = 0  # a GPU's exchanges hardly slow down its computation; those of updates overlap none
+    slowdown = 0  # a GPU's exchanges hardly slow down its computation; those of updates overlap none
     if not p.on_device and not p.updates:
-        stolen = _stolen(probed, times.longer, sizes, span)
-    (stolen,) = agree([stolen])
-    contention = {**probed.contention, "stolen_permille": stolen}
+        slowdown = _slowdown(probed, times.longer, sizes, span)
+    (slowdown,) = agree([slowdown])
+    contention = {**probed.contention, "slowdown_permille": slowdown}
     return Profile(
         **identity(layout.buckets, p.exchange),
         tensors=tensors,
@@ -274,7 +274,7 @@ def _span(s: Observed) -> int:
     return s.arrivals[-1] - s.arrivals[0]
 
 
-def _stolen(probed: probe.Measurement, longer: int, sizes: list[int], span: int) -> int:
+def _slowdown(probed: probe.Measurement, longer: int, sizes: list[int], span: int) -> int:
     """The speed, in per mille, that computation loses while an exchange overlaps it on the same processors.
 
     longer: by how many ns backward() was longer, from the first bucket to the last, while it overlapped the
@@ -384,7 +384,7 @@ def waiting(p: Engine) -> int:
 def took(model: Model, found: dict[str, Any], s: Observed) -> list[int]:
     """The ns of encode, exchange and decode of each group of a plan that ran, and of the backward pass."""
     spans = [_took(s, k, *ab) for k in range(len(found["ends"])) for ab in _SPANS.values()]
-    return [*spans, _pass(s, model.get("stolen_permille", 0))]
+    return [*spans, _pass(s, model.get("slowdown_permille", 0))]
 
 
 # A plan, and what its groups took, as `Contest` has it; empty if nothing was observed.
@@ -429,14 +429,14 @@ def _rescaled(model: Model, runs: Sequence[Run]) -> dict[str, Any]:
     return {"methods": methods, "tensors": tensors}
 
 
-def _pass(s: Observed, stolen: int) -> int:
+def _pass(s: Observed, slowdown: int) -> int:
     """The backward pass from the first bucket on, without encodes and without the slowdown by exchanges."""
     last = s.arrivals[-1]
     free = _span(s) - sum(min(b, last) - a for a, b, _, _ in s.groups if a < last)
     overlapped = sum(
         max(0, min(row[2], last) - (row[2] - _took(s, k, 1, 2))) for k, row in enumerate(s.groups)
     )
-    return free - int(overlapped * free / max(_span(s), 1)) * stolen // 1000
+    return free - int(overlapped * free / max(_span(s), 1)) * slowdown // 1000
 
 
 def _took(s: Observed, k: int, a: int, b: int) -> int:

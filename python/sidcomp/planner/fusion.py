@@ -18,7 +18,7 @@ VERSION = 1  # of the plan's format; evaluate() refuses other versions
 SPANS = ("backward", "encode", "exchange", "decode")
 
 _INSTANCE = {"forward_ps", "tensors", "methods"}
-_OPTIONAL = {"max_group_bytes", "cut_before", "overlap_permille", "stolen_permille", "decode"}
+_OPTIONAL = {"max_group_bytes", "cut_before", "slowdown_permille", "decode"}
 _TENSOR = {"name", "backward_ps", "bytes"}
 _METHOD = {"name", "encode", "exchange", "decode"}
 _DELAY = {"delay"}  # of a method: optional
@@ -120,18 +120,14 @@ def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     decode = instance.get("decode", "side")
     if decode not in _DECODE:
         raise ArgumentError(f"decode must be 'side' or 'main', not {files.shown(decode)}")
-    overlap = _within("overlap_permille", instance.get("overlap_permille", 0), 0, 1000)
-    slowdown = _within("stolen_permille", instance.get("stolen_permille", 0), 0, 999)
-    if overlap and slowdown:
-        raise ArgumentError("overlap_permille and stolen_permille are both given: one of them must be 0")
+    slowdown = _within("slowdown_permille", instance.get("slowdown_permille", 0), 0, 999)
     return {
         "forward_ps": _integer("forward_ps", instance["forward_ps"]),
         "tensors": tensors,
         "methods": methods,
         "max_group_bytes": _integer("max_group_bytes", instance.get("max_group_bytes", 0)),
         "cut_before": cuts,
-        "overlap_permille": overlap,
-        "stolen_permille": slowdown,
+        "slowdown_permille": slowdown,
         "decode": decode,
     }
 
@@ -153,8 +149,7 @@ def build(instance: Mapping[str, Any]) -> _core.Instance:
         methods=[(m["encode"], m["exchange"], m["decode"], m.get("delay")) for m in instance["methods"]],
         max_group_bytes=instance["max_group_bytes"],
         cut_before=instance["cut_before"],
-        overlap_permille=instance["overlap_permille"],
-        slowdown_permille=instance["stolen_permille"],
+        slowdown_permille=instance["slowdown_permille"],
         decode_main=instance["decode"] == "main",
     )
 

@@ -61,7 +61,7 @@ class Profile:
     dense_ps    an iteration of plain DDP, the mean over the ranks
     methods     the candidates, dense first
     contention  overlapped time in per mille of isolated time, of an exchange ("exchange_permille") and of
-                computation ("compute_permille"); speed that an exchange takes ("stolen_permille")
+                computation ("compute_permille"); speed that an exchange takes ("slowdown_permille")
     measured_s  how long measuring took, in seconds
     model       a digest of the parameters' names, shapes and dtypes. A profile applies only to the same
                 model, world size, device type, backend, number of threads and version of sidcomp.
@@ -144,7 +144,7 @@ class Profile:
             raise ArgumentError(f"contention must be a dictionary, not {files.shown(self.contention)}")
         for name, permille in self.contention.items():
             fusion._string("a name of contention", name)
-            least, most = (0, 999) if name == "stolen_permille" else (0, _MOST)
+            least, most = (0, 999) if name == "slowdown_permille" else (0, _MOST)
             fusion._within(f"contention[{name!r}]", permille, least, most)
         for i, t in enumerate(fusion._list("tensors", self.tensors)):
             fusion._fields(f"tensors[{i}]", t, _TENSOR)
@@ -268,8 +268,7 @@ class Profile:
             "tensors": tensors,
             "methods": costs,
             "cut_before": [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]],
-            "overlap_permille": 0,
-            "stolen_permille": self.contention.get("stolen_permille", 0),
+            "slowdown_permille": self.contention.get("slowdown_permille", 0),
             "decode": "side",
         }
 
