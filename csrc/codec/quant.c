@@ -20,7 +20,7 @@
  *
  * QSGD (Alistarh et al. 2017): Q(v_i) = ||v||_2 sign(v_i) xi_i, xi_i one of the levels 0, 1/s .. 1 beside
  * |v_i| / ||v||_2 with E[xi_i] = |v_i| / ||v||_2. MergeComp's 8 bits: sign and s = 127. Fields have a fixed width here;
- * experiments/qsgd_elias.py measures what the paper's Elias codes would save.
+ * what the paper's Elias codes would save is in experiments/2026-11-codecs-in-detail.md.
  * TernGrad (Wen et al. 2017): scale = max |v|, P(|code| = 1) = |v_i| / scale, after clipping at c standard deviations,
  * c = 2.5. That is QSGD's rule with one level and the maximum for a norm. */
 #include <math.h>
