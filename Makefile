@@ -92,12 +92,6 @@ $O/ctest: $(COBJ) $(TESTOBJ)
 $O/fuzz-%: $O/tests/fuzz/%.c.o $(FUZZOBJ) $(COBJ)
 	$(C) $(if $(LIBFUZZER),-fsanitize=fuzzer) $^ $(LIBS) -o $@
 
-# For `make bench-instructions`. At fixed addresses, so that the plugin finds the driver's marks.
-$O/instructions: $(COBJ) $O/benchmarks/instructions/driver.c.o
-	$(C) -static -no-pie $^ $(LIBS) -o $@
-$O/instructions.so: $O/benchmarks/instructions/plugin.c.o
-	$(C) -shared $^ -o $@
-
 ctest: ## the C tests of the core alone (ALL=1: every combination; ONLY="words of names"; SAN=address,undefined DEBUG=1 O=build/x CC=clang; RUN="qemu-aarch64 -L ...")
 	+@$(SUB) $O/ctest
 	$(RUN) $O/ctest $(if $(ALL),-a) $(ONLY)
@@ -218,8 +212,6 @@ test-all: env all ## every test, the sanitizers, fuzzing with 10^7 runs each
 	+@$(SUB) fuzz RUNS=10000000
 bench-codecs: env all ## encode and decode of every codec, beside the limit and torch (ARGS="--only topk --n 2600000")
 	$(PYTHON) -m benchmarks.bench_codec --n 260000 2600000 25600000 $(ARGS)
-bench-instructions: env all ## instructions of an element, by codec and instruction set (ARGS="--only topk --isa neon avx2 --functions 8")
-	$(PYTHON) -m benchmarks.bench_instructions $(ARGS)
 bench: env all ## the benchmarks, each with its limit and its baseline
 	$(PYTHON) -m benchmarks $(ARGS)
 papers: env all ## the five papers' results again, in small: two hours; goes on where it stopped (ARGS="--only cupcake")
@@ -260,7 +252,7 @@ docs: env-docs ## the documentation as a site, in build/site; every link is chec
 	@echo "build/site/index.html"
 
 CLANG_FORMAT ?= $(firstword $(wildcard $(dir $(PYTHON))clang-format) clang-format)
-FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*/*.cu cuda/*/*.h cuda/*/*.cuh python/binding/*.[ch]pp tests/c/*.[ch] tests/fuzz/*.[ch] benchmarks/netlab/*.c benchmarks/instructions/*.c)
+FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*/*.cu cuda/*/*.h cuda/*/*.cuh python/binding/*.[ch]pp tests/c/*.[ch] tests/fuzz/*.[ch] benchmarks/netlab/*.c)
 PYSOURCES     = $(wildcard setup.py python tests examples benchmarks docs/site)
 lint: ## clang-format, ruff, mypy, structure, the layers of the package; needs pip install '.[lint]'
 	$(CLANG_FORMAT) --dry-run -Werror $(FORMATTED)
@@ -280,7 +272,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext commands env env-build env-docs venv-make venv-docs venv-refuse train test test-all bench bench-codecs bench-instructions bench-planner bench-plan-real papers figures registers gpu-check gpu-prebuilt gpu-rehearsal ptx-check wheel wheels docs ctest asan tsan asan-python fuzz fuzz-run coverage \
+.PHONY: all ext commands env env-build env-docs venv-make venv-docs venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real papers figures registers gpu-check gpu-prebuilt gpu-rehearsal ptx-check wheel wheels docs ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 # Else make removes them, as nothing names them. All files would be too many: beside FORCE make takes a secondary one that
 # is there for stale.
