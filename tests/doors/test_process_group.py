@@ -635,7 +635,7 @@ def refused(rank: int, world: int, saved: list[bytes]) -> None:
     nan = {**program["state"], "residuals": {**program["state"]["residuals"], name: residual * torch.nan}}
     for wrong, said in (
         (other, f"state of rank {1 - rank} of 2, and this is rank {rank}"),
-        ({**good, "format": 9}, "no state of a process group"),
+        ({**good, "format": 9}, "has format 9; this sidcomp"),
         ({**good, "passes": [{**program, "calls": program["calls"][:-1]}]}, "damaged"),
         ({**good, "passes": [{**program, "calls": [[-1, "float32", "cpu", False]]}]}, "damaged"),
         ({**good, "passes": [{**program, "state": nan}]}, name),

@@ -10,6 +10,7 @@ import pytest
 import sidcomp
 import torch
 from harness import run
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 RELEASES = sorted(path.name for path in kept_runs.KEPT.iterdir())
 
@@ -27,7 +28,7 @@ def resumed(rank: int, world: int, folder: str, door: str) -> None:
     saved = torch.load(Path(folder) / "model.pt", weights_only=True)
     mine = torch.load(Path(folder) / f"sidcomp-rank{rank}.pt", weights_only=True)
     module, model, optimizer, run = kept_runs.begin(door)
-    module.load_state_dict(saved["model"])
+    set_model_state_dict(module, saved["model"], options=kept_runs.WHOLE)
     optimizer.load_state_dict(saved["optimizer"])
     assert run.load(folder)
     now = run.rank_state()
@@ -46,7 +47,7 @@ def resumed(rank: int, world: int, folder: str, door: str) -> None:
 def refused(rank: int, world: int, folder: str, into: str, door: str) -> None:
     """As an older version does with the files of a newer one."""
     state = torch.load(Path(folder) / f"sidcomp-rank{rank}.pt", weights_only=True)
-    state["state"]["format"] += 1
+    (state if door == "backend" else state["state"])["format"] += 1
     torch.save(state, Path(into) / f"sidcomp-rank{rank}.pt")
     torch.distributed.barrier()
     *_, run = kept_runs.begin(door)
@@ -58,9 +59,10 @@ def refused(rank: int, world: int, folder: str, into: str, door: str) -> None:
 @pytest.mark.parametrize("door", kept_runs.DOORS)
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_released_checkpoint_continues(release: str, door: str) -> None:
-    run(resumed, 2, str(kept_runs.KEPT / release / door), door)
+    run(resumed, 2, str(kept_runs.KEPT / release / door), door, backend=kept_runs.backend(door))
 
 
-@pytest.mark.parametrize("door", ["gradients", "updates"])
+@pytest.mark.parametrize("door", ["gradients", "updates", "hsdp", "backend"])
 def test_a_newer_format_is_refused_by_name(door: str, tmp_path: Path) -> None:
-    run(refused, 2, str(kept_runs.KEPT / RELEASES[-1] / door), str(tmp_path), door)
+    folder = str(kept_runs.KEPT / RELEASES[-1] / door)
+    run(refused, 2, folder, str(tmp_path), door, backend=kept_runs.backend(door))

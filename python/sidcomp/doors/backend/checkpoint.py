@@ -69,8 +69,14 @@ def load(
 
 
 def _check(state: Any) -> None:
+    found = state.get("format") if isinstance(state, dict) else None
+    if type(found) is int and found != FORMAT:
+        raise CheckpointError(
+            f"the state of the process group has format {found}; this sidcomp {_core.version} reads format "
+            f"{FORMAT}"
+        )
     try:
-        fine = state["format"] == FORMAT and all(isinstance(state[n], int) for n in ("rank", "world"))
+        fine = found == FORMAT and all(isinstance(state[n], int) for n in ("rank", "world"))
         for program in (*state["passes"], *state["after"]):
             for numel, dtype, device, average in program["calls"]:
                 fine = fine and isinstance(numel, int) and numel > 0 and dtype in _NAMED
