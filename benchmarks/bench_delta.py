@@ -1,13 +1,13 @@
 """Deltas of weights (sidcomp.delta) beside what projects write themselves, and the entropy bound.
 
-    python -m benchmarks.bench_delta            # 2.5e8 weights: 5 GB of memory, half an hour
-    python -m benchmarks.bench_delta --n 2e7
+    python -m benchmarks.bench_delta            # 2.5e8 weights: 3 GB of memory, half an hour
+    python -m benchmarks.bench_delta --n 1e9    # 10 GB
 
 Weights are bfloat16, cast from float32 masters. Synthetic ones are normal (deviation 0.02) and move by a rate
 times a normal number. Real ones are the transformer of examples/tasks.py: trained for a while, then on at a
 small rate, with a delta after 1, 10 and 100 steps. Each method turns old weights and new ones into bytes, and
-applies these to the old ones in place, on one thread; the methods take turns. What is timed is the thread's
-own time, because other processes may run.
+applies these to the old ones in place, on one thread; the methods take turns. Times are by the clock on the
+wall, and the load says what else ran: 1 is this process.
 
     raw             u32 index and new value of each element that changes
     gaps, zstd-1    u16 gaps and new values, each through zstd at level 1
@@ -182,6 +182,12 @@ def extra_memory(call: Callable[[], object]) -> float:
     return found
 
 
+def peak() -> float:
+    """Gigabytes that this process, or it and a child of `extra_memory`, have taken at most."""
+    who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    return max(resource.getrusage(one).ru_maxrss for one in who) * 1024 / 1e9
+
+
 def speed(gigabytes: float, took: Timing) -> str:
     """GB/s: the median and quartiles."""
     median, low, high = (gigabytes / ms * 1e3 for ms in (took.median, took.high, took.low))
@@ -191,15 +197,15 @@ def speed(gigabytes: float, took: Timing) -> str:
 def race(
     calls: dict[str, Callable[[], object]], repeats: int, before: Callable[[], object]
 ) -> dict[str, Timing]:
-    """As benchmarks.common has it, in the process's own time."""
+    """As benchmarks.common has it, but `before` comes before each call."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(1 + repeats):
         for name, call in calls.items():
             before()
-            start = time.process_time()
+            start = time.perf_counter()
             call()
             if turn:
-                times[name].append((time.process_time() - start) * 1e3)
+                times[name].append((time.perf_counter() - start) * 1e3)
     return {name: summary(t) for name, t in times.items()}
 
 
@@ -219,6 +225,7 @@ def rows_of(source: str, old: Array, new: Array, repeats: int) -> list[dict[str,
     to_encode = {k: partial(m.encode, old, new) for k, m in methods().items()}
     encoded = race(to_encode, repeats, lambda: None)
     applied = race({k: partial(m.apply, there, sent[k]) for k, m in methods().items()}, repeats, again)
+    load = f"{os.getloadavg()[0]:.1f}"
     for name, method in methods().items():
         size = method.size(sent[name])
         out.append(
@@ -231,6 +238,7 @@ def rows_of(source: str, old: Array, new: Array, repeats: int) -> list[dict[str,
                 "over the bound": f"{100 * (size / least - 1):+.1f} %",
                 "encode GB/s": speed(old.nbytes / 1e9, encoded[name]),
                 "apply GB/s": speed(old.nbytes / 1e9, applied[name]),
+                "load": load,
                 "MB to encode": f"{extra_memory(to_encode[name]):.0f}",
             }
         )
@@ -277,8 +285,9 @@ def main(argv: list[str] | None = None) -> int:
         rows += rows_of(f"synthetic, {args.n:.3g}", *synthetic(int(args.n), rate), args.repeats)
     note = (
         f"bfloat16 weights from float32 masters; synthetic ones by {', '.join(f'{r:g}' for r in RATES)}; "
-        f"AdamW at {args.rate:g} after {args.before} steps at its own rate. One thread's own time, "
-        f"{args.repeats} turns; GB/s of new weights: median [quartiles]. MB: beside both vectors."
+        f"AdamW at {args.rate:g} after {args.before} steps at its own rate. One thread, "
+        f"{args.repeats} turns. GB/s of new weights by the clock on the wall: median [quartiles]. Load: of "
+        f"the minute before. MB: beside both vectors; the whole run took {peak():.1f} GB at most."
     )
     report("delta", "Deltas of weights", rows, note, RESULTS if args.save else None)
     if args.save:

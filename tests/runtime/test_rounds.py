@@ -185,7 +185,19 @@ def test_a_late_rank_misses_a_round_and_loses_nothing(delay: int) -> None:
     assert ["without rank 2" in text for text in answers[0]["said"]] == [True, False]
     assert "with rank 2 again" in answers[0]["said"][1]
     assert ["rank 2 was late" in text for text in answers[2]["said"]] == [True]
+    assert 0 < max(answers[2]["brought"]) < answers[2]["point"].nbytes / 2, "a delta, not all of the point"
     examine(answers, 6)
+
+
+@SLOW
+def test_a_rank_with_another_point_than_it_should_have_gets_all_of_the_newest() -> None:
+    with Job(3) as job:
+        for rank in range(3):
+            job.start(rank, until=6, stale=10**6, **({"waits": 2, "alters": True} if rank == 2 else {}))
+        answers = [job.answer(rank) for rank in range(3)]
+    for a in answers:
+        assert torch.equal(a["vectors"][0], answers[0]["vectors"][0])
+    assert max(answers[2]["brought"]) == answers[2]["point"].nbytes
 
 
 def test_a_round_waits_for_the_point_of_the_last_one() -> None:

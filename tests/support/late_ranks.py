@@ -167,9 +167,9 @@ def train(
     third rank came back, which has joined=3.
 
     events: the versions after which this rank does something: `dies`, `waits` (for the others to go on
-    without it), `sleeps` (for two deadlines), `dies_meeting`, `dies_sending` or `stops_sending` (as the next
-    exchange begins; inside it), `dies_confirming` (when it has said that it has everything), `confirms_late`
-    (when rank 2 is there again).
+    without it; with `alters` its point is another one then), `sleeps` (for two deadlines), `dies_meeting`,
+    `dies_sending` or `stops_sending` (as the next exchange begins; inside it), `dies_confirming` (when it has
+    said that it has everything), `confirms_late` (when rank 2 is there again).
     told: trains until the version that `Job.end_at` says.
     """
     rounds.STALLED_S = 4.0
@@ -232,7 +232,7 @@ def train(
             return outcome
 
         outer._launch, attendance.end = launches, ends  # type: ignore[method-assign]
-        _arrange(rank, outer, events)
+        brought = _arrange(rank, outer, events)
         with outer.common():
             away = flat(module)
         away, had = away - flat(module), residual()
@@ -252,6 +252,8 @@ def train(
                 there = attendance.version
                 while attendance.rounds.look()["version"] < there + events.get("rounds", 1):
                     time.sleep(0.01)
+                if "alters" in events:
+                    attendance.vectors()[0].add_(1)
             before = flat(module)
             train_on(module, optimizer, rank, range(outer.steps, outer.steps + 1))
             moved.add_(before - stepped.pop())
@@ -268,13 +270,13 @@ def train(
         return {
             "rank": rank, "point": point, "vectors": at, "history": history, "moved": moved, "gave": gave,
             "away": point - flat(module) - away, "version": attendance.version, "came": came, "had": had,
-            "began": away, "start": start,
+            "began": away, "start": start, "brought": brought,
             "said": [x for x in said if "takes place" in x or "was late" in x],
         }  # fmt: skip
 
 
-def _arrange(rank: int, outer: Updates, events: dict[str, Any]) -> None:
-    """Lets this rank do something inside an exchange."""
+def _arrange(rank: int, outer: Updates, events: dict[str, Any]) -> list[int]:
+    """Lets this rank do something inside an exchange. Returns what will hold the sizes of broadcasts."""
     assert outer.meetings is not None
     attendance = outer.meetings.attendance
     gather, broadcast = rounds.RoundExchange.all_gather, rounds.RoundExchange.broadcast
@@ -293,7 +295,9 @@ def _arrange(rank: int, outer: Updates, events: dict[str, Any]) -> None:
         if outer.steps and left.get("dies_meeting") == attendance.version:
             os.kill(os.getpid(), signal.SIGKILL)
         broadcast(self, tensor, source)
+        brought.append(tensor.nbytes)
 
+    brought: list[int] = []
     conclude, look = attendance.rounds.conclude, attendance.rounds.look
 
     def concludes(meeting: Any, fine: bool) -> bool:
@@ -312,6 +316,7 @@ def _arrange(rank: int, outer: Updates, events: dict[str, Any]) -> None:
     attendance.rounds.look = looks  # type: ignore[method-assign]
     rounds.RoundExchange.all_gather = all_gather  # type: ignore[method-assign]
     rounds.RoundExchange.broadcast = broadcasts  # type: ignore[method-assign]
+    return brought
 
 
 def order(x: torch.Tensor, module: nn.Module) -> torch.Tensor:

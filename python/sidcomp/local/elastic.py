@@ -18,7 +18,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from sidcomp.errors import CorruptPayloadError, ExchangeError, SetupError, SidcompError, UnsupportedError
+from sidcomp import delta
+from sidcomp.errors import (
+    CorruptPayloadError,
+    DeltaError,
+    ExchangeError,
+    SetupError,
+    SidcompError,
+    UnsupportedError,
+)
 from sidcomp.local.rendezvous import START_S, Meeting, Record, RoundExchange, Rounds, Undone
 from sidcomp.local.vectors import Vectors, by_kind
 from sidcomp.runtime.communicator import name_ranks
@@ -67,6 +75,8 @@ class Attendance:
         self.attended_before = -1  # that of the last round of a process that was this rank before
         self._members = list(range(rounds.world))  # of this rank's last round
         self._group = ""  # the process group that this rank has
+        self._former: tuple[int, list[torch.Tensor]] | None = None  # a version that another rank still has
+        self._fits = True  # a delta from the version that this rank has
         self._thread: threading.Thread | None = None
         self._result: Outcome | Exception | None = None
 
@@ -106,7 +116,7 @@ class Attendance:
             raise result
         if result is not None:
             self._say(result)
-            self.version = result.version
+            self.version, self._fits = result.version, True
         return result
 
     def _say(self, outcome: Outcome) -> None:
@@ -146,7 +156,7 @@ class Attendance:
                 self.attended_before = self.rounds.attended(r)
             behind = r["version"] - self.version > self.stale
             group = self._group if self.engine.layout is not None else ""  # or a checkpoint was loaded
-            return {"version": self.version, "empty": joins or behind, "group": group}
+            return {"version": self.version if self._fits else -1, "empty": joins or behind, "group": group}
 
         attempts = 0
         error: Exception | None = None
@@ -213,11 +223,10 @@ class Attendance:
         source = meeting.versions.index(newest)
         taken = None
         if newest < 0 or min(meeting.versions) < newest:
-            copies = [x.clone() for x in self.vectors()]
-            for x in copies:
-                exchange.broadcast(x, source)
+            copies = self._bring(exchange, meeting, source)
             if newest < 0 or meeting.versions[exchange.rank] < newest:
                 taken = copies
+        self._former = self._keep(meeting, newest) if exchange.rank == source else None
         agreed = [x.clone() for x in buffers]
         for alike in by_kind(agreed):
             flat = torch.cat([x.reshape(-1) for x in alike])
@@ -243,6 +252,41 @@ class Attendance:
             len(meeting.members) / max(1, contributors),
         )
 
+    def _keep(self, meeting: Meeting, newest: int) -> tuple[int, list[torch.Tensor]] | None:
+        """The vectors of a version that a late rank has, until it is back or has missed too much."""
+        kept = self._former
+        if kept and kept[0] in (*meeting.away, *meeting.versions) and newest - kept[0] <= self.stale:
+            return kept
+        late = newest in meeting.away
+        return (newest, [x.to("cpu", copy=True) for x in self.vectors()]) if late else None
+
+    def _bring(self, exchange: RoundExchange, meeting: Meeting, source: int) -> list[torch.Tensor]:
+        """The vectors of member `source`. They travel as a delta if it still has those of the others who need
+        them, and a delta is smaller."""
+        vectors = self.vectors()
+        copies = [x.clone() for x in vectors]
+        mine, newest = meeting.versions[exchange.rank], meeting.versions[source]
+        message, size = bytearray(), torch.zeros(1, dtype=torch.int64, device="cpu")
+        if self._former and {*meeting.versions} == {newest, self._former[0]}:
+            message = delta.encode(_named(self._former[1]), _named(vectors))
+            size.fill_(len(message) if len(message) < sum(x.nbytes for x in vectors) else 0)
+        exchange.broadcast(size, source)
+        if not size:
+            for x in copies:
+                exchange.broadcast(x, source)
+            return copies
+        bytes = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        if exchange.rank == source:
+            bytes.copy_(torch.frombuffer(message, dtype=torch.uint8))
+        exchange.broadcast(bytes, source)
+        if mine < newest:
+            try:
+                delta.apply(_named(copies), bytes)
+            except DeltaError as e:
+                self._fits = False
+                raise Undone(str(e)) from e
+        return copies
+
     def _undo(self, error: Exception) -> None:
         """The State's memory is then as before the round."""
         self._group = ""
@@ -253,6 +297,10 @@ class Attendance:
 
 
 _ATTEMPTS = 20
+
+
+def _named(vectors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {str(i): x for i, x in enumerate(vectors)}
 
 
 def _refuse(layout: Layout) -> None:

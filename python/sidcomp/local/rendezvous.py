@@ -54,6 +54,7 @@ class Meeting(NamedTuple):
     empty       whether each has nothing to add
     version     the newest that any rank has ever had
     group       the name of the process group: that of an earlier round, if all members have it
+    away        versions of ranks that are expected to come back
     """
 
     number: int
@@ -62,6 +63,7 @@ class Meeting(NamedTuple):
     empty: list[bool]
     version: int
     group: str
+    away: list[int]
 
 
 class Rounds:
@@ -209,6 +211,7 @@ class Rounds:
             [a["empty"] for a in arrived],
             max(record["version"], *versions),
             record["group"],
+            [v for r, (_, v) in record["last"].items() if int(r) not in (*members, *record["left"])],
         )
 
     def _unstick(self, record: Record) -> None:
