@@ -389,6 +389,7 @@ struct deadzone {
      * alone. The checksum is a sum over words of 32 bits, to which each half adds its own part. */
     __device__ void copy(uint8_t *payload, uint64_t t, uint32_t at, sid_part_sum &own) const {
         const uint32_t count = room.count[t];
+        if (!count) return; /* at an odd place the loop below would store half of a neighbor's word */
         const uint16_t *const words = room.words + room.start[t];
         const auto word = [&](uint32_t i) {
             return i < DEADZONE_STATE_WORDS ? room.state[t * LANES + i / 2] >> i % 2 * 16 & 0xffffu
@@ -404,7 +405,7 @@ struct deadzone {
                 *(uint16_t *)(void *)(payload + place + (low ? 0 : 2)) = (uint16_t)(low ? both : both >> 16);
             own.add(place, both);
         }
-        if (sid_lane() || !count) return;
+        if (sid_lane()) return;
         const uint64_t place = form.counts + 2 * t;
         *(uint16_t *)(void *)(payload + place) = (uint16_t)count;
         own.add(place & ~(uint64_t)3, sid_half_word(place, (uint16_t)count));

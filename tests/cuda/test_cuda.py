@@ -379,12 +379,16 @@ def content(kind: str, n: int, rng: np.random.Generator) -> Array:
         return np.full(n, 0.5, np.float32)
     if kind == "zeros":
         return np.zeros(n, np.float32)
+    if kind in ("stretches", "empty streams"):  # of zeros, as of an embedding's rows that no example has
+        length = 512 if kind == "stretches" else 16384  # deadzone's streams
+        rows = rng.choice(np.array([0, 0, 1], np.float32), n // length + 1)
+        return rng.laplace(0, 1, n).astype(np.float32) * np.repeat(rows, length)[:n]
     if kind == "wide":
         return (rng.choice(np.array([-1.0, 1.0]), n) * 10.0 ** rng.uniform(-44, 38.5, n)).astype(np.float32)
     return (rng.laplace(0, 1, n) * 10.0 ** rng.uniform(-3, 3)).astype(np.float32)
 
 
-KINDS = ("laplace", "wide", "ties", "equal", "zeros")
+KINDS = ("laplace", "wide", "ties", "equal", "zeros", "stretches")
 
 
 def bits(x: Array) -> Array:
@@ -491,6 +495,7 @@ def test_encode_of_contents(codec: str, settings: dict[str, Any], memory: str, k
 # Groups in which not all candidates have room, and more stages need probes.
 LARGE = [
     ("dgc", {}, 1 << 20, ("laplace", "ties")),
+    ("deadzone", {"bits": 1.5}, 1 << 19, ("empty streams",) * 4),
     ("topk", {"density": 0.03, "values": "log4", "indices": "packed"}, 1 << 20, ("laplace", "ties")),
     ("topk", {"density": 0.05, "values": "log2", "indices": "packed"}, 1 << 20, ("laplace", "ties", "huge")),
     ("topk", {"density": 1 / 64, "values": "log2", "block": 4096}, 1 << 19, ("laplace", "ties", "huge")),
