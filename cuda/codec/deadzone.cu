@@ -3,14 +3,18 @@
  * 16384 to 65536 elements. A coder takes the elements of its stream in order, eight at a time, so a stream is the work
  * of eight threads, and a warp has four streams. The limit of `code`, `look` and `decode` is therefore latency: an
  * eighth of the stream's length in turns that depend on one another. All other steps share their work among all
- * threads, and bandwidth is their limit. Bytes per element, float32 with a residual, density d, b bits, 1.3 d
- * candidates, W payloads:
+ * threads, and bandwidth is their limit, but `code` and `look` also read the counts of all streams before theirs, from
+ * L2: this grows with the square of the number of streams. select, place, code and write are steps of one cooperative
+ * kernel (sparse.cuh), with grid barriers between them. Bytes per element, float32 with a residual, density d, b bits,
+ * 1.3 d candidates, W payloads:
  *
  *     encode    pass      12 + 8 d       reads gradient and acc, writes acc and candidates, as topk's
- *               select    20 d + 5 d     reads the candidates' values for each of 4 digits, and to count what is sent
- *               place     12 d + 1/2     reads candidates, writes what is sent as a list, and symbols of 4 bits
+ *               select    20 d           reads the candidates' values for each of 4 digits
+ *               place     17 d + 1/2     counts what is sent, then reads candidates, writes what is sent as a list, and
+ *                                        symbols of 4 bits
  *               code      1/2 + b/8      reads the symbols, writes the streams' words
- *               write     4 d + 3 b/8    reads the list for the levels' means, and the words; writes the zeroed payload
+ *               write     4 d + 3 b/8    reads the list for the levels' means (twice for five levels), and the words;
+ *                                        writes the zeroed payload
  *     decode    check     2 W b/8        reads the payloads for their checksums, and the streams to look at them
  *               decode    W b/8 + 4      decodes the streams, adds them in rank order, writes the group */
 #include "codec/deadzone.h"
@@ -169,7 +173,7 @@ struct deadzone {
         return true;
     }
 
-    /* Zeroes what place and sizes_of count in by atomicAdd. */
+    /* Zeroes what place and sizes_of count in by atomicAdd. The blocks meet in select, before the first of those. */
     __device__ void clear(const crew &w) const {
         const uint64_t first = (uint64_t)w.block() * SID_BLOCK + threadIdx.x, step = (uint64_t)w.blocks() * SID_BLOCK;
         for (uint64_t t = first; t < streams; t += step) room.held[t] = 0;
@@ -649,16 +653,16 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_deadzone_look_kernel(sid_findin
 
 /* ---- sums */
 
-/* A block decodes up to 32 streams side by side, a tile of each at a time: the same `streams` neighbours of `payloads`
- * payloads. It writes their symbols to shared memory, and adds them from there payload by payload, because floats are
- * added in rank order. With more than 32 payloads a block has one stream of each, and takes 32 payloads after another
- * for each tile; meanwhile the states of the others wait in work. */
+/* A block decodes up to 32 streams side by side, a tile of each at a time: the same `streams` consecutive streams of
+ * each of `payloads` payloads. It writes their symbols to shared memory, and adds them from there payload by payload,
+ * because floats are added in rank order. With more than 32 payloads a block has one stream of each, and takes 32
+ * payloads after another for each tile; meanwhile the states of the others wait in work. */
 enum {
     AT_ONCE = SID_WARPS * STREAMS, /* streams that a block decodes at once */
     DECODE_BLOCKS = 3              /* on a multiprocessor */
 };
 struct sharing {
-    uint32_t payloads, streams, block; /* a block takes so many payloads and streams at once, and has so many threads */
+    uint32_t payloads, streams, block; /* payloads and streams that a block takes at once; its threads */
     uint32_t shared;                   /* bytes: slots, symbols, and what each symbol of a payload stands for */
 };
 sharing sharing_of(uint32_t count) {
@@ -701,6 +705,8 @@ __device__ inline bool add_streams(const sid_group &g, const sid_vectors &vector
         const uint32_t longest = left < f.stream ? (uint32_t)left : f.stream;
         reader in = {nullptr, 0, (uint32_t)f.room, SID_RANS_LEAST};
         uint32_t len = 0;
+        /* The sums of a row stay here from one set of payloads to the next: a block that takes several sets has as many
+         * rows as warps. */
         float x[SID_QUAD] = {};
         double wide[SID_QUAD] = {};
 #pragma unroll 1

@@ -3,7 +3,8 @@
  * multiply parts of M with one factor, and a sum adds up the parts in a fixed order. Matrices lie anywhere in the
  * group's segments, rows at any alignment; vectors travel as they are, and are read like a matrix of 512 columns.
  * Bandwidth is the limit; but each warp takes the factors from the caches again, and from r = 16 on the number of these
- * loads is. orthonormalise has one block for each matrix; about r^2 / 2 barriers, one after another, are its limit.
+ * loads is the limit. orthonormalise has one block for each matrix. Its limit is about r^2 / 2 barriers, one after
+ * another; for a tall matrix it is the 2 r^2 floats a row that one multiprocessor reads.
  * Bytes per element, float32, residual:
  *
  *     encode     begin, table, prepare    make Q's columns of length 1
@@ -15,7 +16,10 @@
  *                sum                      reads the parts of Q, writes Q: reduction 1
  *     decode     begin, table, look, check   read headers and factors
  *                output          4        writes P Q^T; 8 more where a memory takes the step back
- *                learn                    keeps Q for the next step */
+ *                learn                    keeps Q for the next step
+ *
+ * With a state and several payloads, output runs once before check too, and writes nothing. In a world of one, encode
+ * makes reduction 1 itself, and cover reads the payload for its checksum. */
 #include "codec/powersgd.h"
 #include "linear.cuh"
 
@@ -34,13 +38,13 @@ struct factors {
     uint64_t parts_p, parts_q; /* how many floats the parts of the tensors before it take */
 };
 enum {
-    ROWS_OF_TABLE = 60 /* that a launch takes along: its arguments have 4 KiB at most */
+    ROWS_OF_TABLE = 60 /* rows that one launch passes as arguments, which have 4 KiB at most */
 };
 
 /* A task is what a warp does at a time: of the pass, some rows of a chunk of 512 columns; of the strips, `height` rows
  * of 32 columns; of the output, 32 rows of 32 columns. */
 enum {
-    PASS_ROWS = 4, /* that a warp reads at once: two by each half of it */
+    PASS_ROWS = 4, /* rows that a warp reads at once, two in each half */
     STRIP_COLS = 32,
     OUT_ROWS = 32,
     OUT_BLOCKS = 3 /* on a multiprocessor */
@@ -149,8 +153,8 @@ struct power {
     uint32_t count, tasks;  /* rows of the table; tasks of the kernel that this goes to */
     float *parts;           /* in work */
     float *p, *q;           /* the body's slices: reduction 0 has vectors and P, reduction 1 has Q */
-    float *next_q;          /* in the state: Q that the next step begins with, */
-    float *sent_q, *sent_p; /* and what this rank sent, for the residual; NULL: no memory wants to know */
+    float *next_q;          /* in the state: the Q with which the next step begins */
+    float *sent_q, *sent_p; /* in the state: the factors that this rank sent; NULL if no memory needs them */
     float scale, world;     /* 1 / world; ranks */
 };
 
@@ -225,7 +229,7 @@ __device__ inline char *place_of(const sid_group &g, const factors &f, const cha
     const uint32_t seg = sid_find_segment(g.start, g.n_seg, i);
     return (char *)g.seg[seg].ptr + (i - g.start[seg]) * sid_width(g.dtype);
 }
-/* Returns up to which row, `end` at most, column `col` has elements: the last row may be shorter. 0 if col >= to. */
+/* The end, `end` at most, of the rows that have an element in column `col`: the last may be shorter. 0 if col >= to. */
 __device__ inline uint32_t rows_of(const factors &f, uint32_t col, uint32_t to, uint32_t end) {
     return col >= to ? 0 : end - (end == f.rows && col >= f.last);
 }
@@ -298,9 +302,10 @@ __device__ inline void divide(float *x, uint64_t n, double by) {
     each_own(n, [&](uint64_t i) { x[i] = (float)((double)x[i] / by); });
 }
 
-/* Begins a step of each matrix, a block for each: scales the columns of next_q to length 1. A column of zeros, as all
- * are in the first step, is drawn: each element is the number of ones among 64 random bits, less 32. Also zeroes the
- * slice of reduction 1, so that the payload is defined until next() writes it. */
+/* Begins a step of each matrix, a block for each: scales the columns of next_q to length 1. A column that is zero, as
+ * all are in the first step, not finite or too long (sid_power_starts) is drawn anew: each element is the number of
+ * ones among 64 random bits, less 32. Also zeroes the slice of reduction 1, so that the payload is defined until next()
+ * writes it. */
 __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
     sid_power_prepare_kernel(const sid_scratch *scratch, power c, sid_draw d) {
     sid_follow();
@@ -345,7 +350,7 @@ __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
 }
 
 /* Makes the columns of P, which the ranks have summed, orthonormal by Gram-Schmidt, a block for each matrix: column k
- * is scaled, loses its parts along the columns before it, twice, because once leaves what float32 rounds away, and is
+ * is scaled, loses its parts along the columns before it, twice, because the first time leaves rounding errors, and is
  * scaled again. If less than 1e-6 of its length is left, it lies in the span of those before it and becomes 0. The
  * residual needs P in the next step, so it is copied to sent_p. */
 __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
@@ -697,10 +702,10 @@ enum {
     SUM_GROUPS = 64 /* groups of 32 parts whose sums are in shared memory at once */
 };
 
-/* Makes each of `count` numbers of P (Q: of Q) from its parts, times 1 / world: parts in groups of 32, then the groups,
- * so that the order does not depend on who adds. FEW, up to 128 parts: a thread has a number. Else a block has 32
- * numbers, a lane each, and its warps share the groups. Q: if the ranks' sum of P was not finite, Q is NaN and the rule
- * stays. */
+/* Computes each of the `count` elements of P (Q: of Q) from its parts, times 1 / world: parts in groups of 32, then the
+ * groups, so that the order does not depend on who adds. FEW, up to 128 parts: a thread has an element. Else a block
+ * has 32 elements, a lane each, and its warps share the groups. Q: if the ranks' sum of P was not finite, Q is
+ * NaN and the rule stays empty, as seal wrote it. */
 template <bool Q, bool FEW>
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_power_sum_kernel(const sid_scratch *scratch, power c, uint64_t count, sid_state *state, sid_rule rule) {
@@ -791,7 +796,7 @@ template <typename F> sid_status with_rank(uint32_t rank, const F &f) {
                       : f(pass_shape<4>(), strip_shape<4>());
 }
 
-/* Writes the slice of reduction 1: `next`, or the end of an encode in a world of one. */
+/* Writes the slice of reduction 1. next() calls it, or encode in a world of one. */
 sid_status second(sid_cuda_encoding &c, const extent &e, power x) {
     const sid_plan *p = c.plan;
     sid_status s = look(c.to, (const uint8_t *)x.p, 0, 1, p->first, &c.scratch->codec[0]);

@@ -1,8 +1,10 @@
-/* The end of a sparse encode, which all blocks of the finish do together. The pass has left the candidates in slots,
- * some for each tile. They stay there: each question about them reads their values once more, 4 bytes a candidate.
+/* The end of a sparse encode. One cooperative launch does it, with SID_BLOCK threads a block and at most
+ * SID_FINISH_GRID blocks on a multiprocessor; grid barriers separate the steps. The pass has left the candidates in
+ * slots, some for each tile. They stay there: each question about them reads their values once more, 4 bytes each.
  *     above     counts the candidates that reach a key
- *     select    finds the key of the rank-th largest by three digits of the keys. If the pass has counted candidates in
- *               ranges of keys, one reading sets the few in the right range aside, and the digits read those alone
+ *     select    finds the key of the rank-th largest by three digits of the keys, and counts those above it in one more
+ *               reading. If the pass has counted candidates in ranges of keys, one reading sets the few in the right
+ *               range aside, and the digits read those alone
  *     write     reads values and indices, 6 bytes a candidate, packs them in shared memory and writes the payload
  *     line_up   copies the values to a list, for a codec that needs sums of them
  * A warp owns consecutive tiles, so the counts of the warps before it say where its entries begin: no list is needed.
@@ -24,8 +26,8 @@ struct sid_slot_quad {
 
 /* A reader of the candidates of a warp's tiles. A tile that has more candidates than slots left the rest out; then its
  * elements are read from acc instead, and those that reach `low` are its candidates.
- * The functions that read all candidates are not inlined, because several copies would exhaust the registers. They take
- * this struct by value, because passing its address would put the kernel's variables on the stack. */
+ * tally_of and digits_of have many callers and are not inlined, because several copies would exhaust the registers.
+ * They take this struct by value, because passing its address would put the kernel's variables on the stack. */
 struct sid_slots {
     enum {
         AHEAD = 2 /* tiles whose candidates are loaded before the first of them is used */
@@ -120,7 +122,7 @@ struct sid_crew : sid_emission {
         LATER = SID_FLAG_MEAN | SID_FLAG_LOG2 /* forms whose values wait in list.extra, until the means are known */
     };
     static_assert(ROOM * SID_WARPS == SID_BINS, "words lie where bins were");
-    /* Which of s.tally a tally goes to. */
+    /* Indices into s.tally. */
     enum {
         FROM, /* above(): candidates from a key on */
         PICK  /* select(): candidates above a key, and those equal to it */
@@ -136,7 +138,7 @@ struct sid_crew : sid_emission {
     }
 
     /* How many low bits of a key do not count in the ranges (sid_counting); a codec with RANGES asks for it in begin().
-     * `spread` > 0: how far above `low` the key is expected, in units of keys (sid_spread). The 256 ranges then cover 2
+     * `spread` > 0: how far above `low` the key is expected, in units of keys (sid_spread). The 255 ranges then cover 2
      * to 4 times `spread`, so that a key which moves twice as far as expected is still in one. */
     __device__ static uint32_t shift_of(uint32_t spread) {
         const uint32_t bits = 32 - (uint32_t)__clz((int)spread), ranges = 31 - (uint32_t)__clz(SID_COUNTED);
@@ -144,8 +146,9 @@ struct sid_crew : sid_emission {
     }
 
     /* The end of a pass, made by task `r`: counts the candidates. The CPU has room for `f.room` of them, and drops all
-     * but the `best` largest when the next tile might not fit (sparse_settle). Here nothing is dropped, but for the
-     * same result `low` and `count` then say that there are `best`. best = 0: the codec asks for the largest itself. */
+     * but the `best` largest when the next tile might not fit (sparse_settle). Here nothing is dropped, but
+     * `low` and `count` are set as if only the `best` largest were left, for the same result. best = 0: the codec asks
+     * for the largest itself. */
     __device__ void settle(const sid_pass_task &r, uint64_t best) {
         lead([&] {
             s.passed = r;
@@ -217,8 +220,8 @@ struct sid_crew : sid_emission {
     }
 
     /* A tally is used twice: its total answers the codec, and its parts tell write() where each warp's entries begin.
-     * note stores this warp's part `mine` of the tally by `key`, sum_up adds up all blocks, and meets; before() is what
-     * the warps before this one have. */
+     * note stores this warp's part `mine` of the tally by `key`, sum_up adds up all blocks, which takes a meeting
+     * unless the sum is known already; before() is what the warps before this one have. */
     __device__ void note(uint32_t which, uint32_t key, unsigned long long mine) {
         sid_tally &t = s.tally[which];
         __syncthreads();
@@ -276,7 +279,7 @@ struct sid_crew : sid_emission {
         return s.passed.shift && passes == 1 && select_counted(rank, &pick) ? pick : select(rank);
     }
 
-    struct by_digits { /* what digits_of returns: it is a call of its own, which must hand back the turn of its copy */
+    struct by_digits { /* what digits_of returns: it has a copy of this object, whose bins_turn the caller takes over */
         sid_pick pick;
         uint32_t bins_turn;
     };
