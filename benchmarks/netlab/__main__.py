@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.common import report
 from benchmarks.netlab import hooks
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
-from benchmarks.netlab.measure import measure, rows
+from benchmarks.netlab.measure import measure, rows, terms
 from benchmarks.netlab.replay import REPLAYS
 
 TASKS = ("lm", "lstm", "transformer", "resnet50", "resnet101", "cnn", "mlp", "digits", *REPLAYS)
@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="of the weights (default 0)")
     add("--timeout", type=float, default=900, help="seconds after which all is ended (default 900)")
     add("--loopback", action="store_true", help="no network at all: for correctness only")
+    add("--trace", type=Path, metavar="FOLDER", help="draw predicted and last steps of planned hooks there")
     add("--save", type=Path, metavar="FOLDER", help="write netlab.json there")
     args = parser.parse_args(argv)
     names = args.hooks.split(",")
@@ -61,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
             lines = lab.introduce()
             print(*lines, sep="\n", flush=True)
             turns = (args.blocks, args.steps, args.warmup, args.timeout)
-            result = measure(lab, args.task, names, *turns, batch=args.batch, seed=args.seed)
+            result = measure(
+                lab, args.task, names, *turns, batch=args.batch, seed=args.seed, trace=args.trace
+            )
     except LabError as e:
         print(f"netlab: {e}", file=sys.stderr)
         return 1
@@ -73,6 +76,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     title = f"{args.task}, {args.hosts} hosts, {show_rate(rate)}"
     report("netlab", title, rows(result), note, args.save)
+    traced = [run for run in result["runs"] if run["timelines"] and all(run["timelines"].values())]
+    if traced:
+        report(
+            "trace", f"{title}: what a step consists of", [r for run in traced for r in terms(run)], "", None
+        )
     return 0
 
 

@@ -24,11 +24,13 @@ def measure(
     batch: int | None = None,
     seed: int = 0,
     ranks_per_host: int = 1,
+    trace: Path | None = None,
 ) -> Result:
-    """All hooks in the same processes, in turns. LabError if a rank fails, or after `timeout` seconds."""
+    """All hooks in the same processes, in turns. trace: rank 0 draws there, of each planned hook, the step
+    that its plan predicts over the last one. LabError if a rank fails, or after `timeout` seconds."""
     spec = {
         "task": task, "hooks": hooks, "blocks": blocks, "steps": steps, "warmup": warmup,
-        "batch": batch, "seed": seed,
+        "batch": batch, "seed": seed, "trace": str(trace.absolute()) if trace is not None else None,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
         out = Path(folder) / "result.json"
@@ -53,6 +55,30 @@ def common_step(result: Result) -> int:
 def medians(result: Result) -> dict[str, float]:
     """ms a step of each hook."""
     return {run["name"]: statistics.median(run["ms"]) for run in result["runs"]}
+
+
+def terms(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a traced step consists of, in ms: predicted, and of the last step. in the air: from the end of
+    encode to the end of the exchange, waiting included. Sums over the groups; they overlap."""
+
+    def ms(rows: list[dict[str, Any]]) -> dict[str, float]:
+        def length(kind: str) -> float:
+            return sum(row[kind][1] - row[kind][0] for row in rows if row[kind] is not None) / 1e9
+
+        ready = rows[-1]["backward"][1]
+        air = sum(row["exchange"][1] - (row["encode"] or row["backward"])[1] for row in rows) / 1e9
+        end = max(row[kind][1] for row in rows for kind in ("exchange", "decode") if row[kind] is not None)
+        return {
+            "last gradient": ready / 1e9, "encode": length("encode"), "in the air": air,
+            "decode": length("decode"), "end": end / 1e9,
+        }  # fmt: skip
+
+    predicted, measured = (ms(run["timelines"][name]) for name in ("predicted", "measured"))
+    return [
+        {"hook": run["name"], "term": term, "predicted": f"{x:.1f}", "measured": f"{measured[term]:.1f}",
+         "error": f"{x - measured[term]:+.1f}"}
+        for term, x in predicted.items()
+    ]  # fmt: skip
 
 
 def sent(run: dict[str, Any]) -> str:

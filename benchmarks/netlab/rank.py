@@ -17,6 +17,7 @@ from typing import Any
 import sidcomp
 import torch
 import torch.distributed as dist
+from sidcomp.autotune.report import timelines
 from sidcomp.planner.profile import Profile
 from torch import nn
 
@@ -171,8 +172,18 @@ class Run:
             what: stats[f"{what}_seconds"] / max(1, stats["steps"]) for what in ("encode", "wait", "decode")
         }
 
-    def result(self, profiled: "list[Run]") -> dict[str, Any]:
+    def timelines(self, folder: str | None) -> dict[str, Any] | None:
+        """Predicted and of the last step, which are drawn too."""
+        if folder is None or self.report() is None:
+            return None
+        assert self.state is not None
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.state.plot(Path(folder) / f"{self.name.replace(':', '-')}-rank{dist.get_rank()}.png")
+        return timelines(self.state.engine)
+
+    def result(self, profiled: "list[Run]", trace: str | None) -> dict[str, Any]:
         seconds = _gather(self.seconds())  # before a step that is not counted
+        drawn = self.timelines(trace)
         error = self.error()
         self.optimizer.zero_grad()
         losses = [sum(of_ranks) / len(of_ranks) for of_ranks in zip(*_gather(self.losses), strict=True)]
@@ -186,6 +197,7 @@ class Run:
             "groups": len(self.state.stats()["groups"]) if self.state is not None else None,
             "predicted_ps": self.predicted(profiled),
             "plan": self.report(),
+            "timelines": drawn,
         }
 
 
@@ -245,7 +257,7 @@ def main() -> None:
         for run in runs:
             run.turn(spec["steps"])
     profiled = [run for run in reversed(runs) if run.hook is not None and run.hook.planned]  # auto first
-    results = [run.result(profiled) for run in runs]
+    results = [run.result(profiled, spec["trace"]) for run in runs]
     if rank == 0:
         tensors = [p.numel() for p in runs[0].module.parameters()]
         record = {**spec, "world": world, "elements": sum(tensors), "tensors": len(tensors), "runs": results}
