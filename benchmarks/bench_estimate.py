@@ -1,14 +1,21 @@
 """Do the predictions of `sidcomp estimate` hold? Each way to train is predicted and then measured.
 
     python -m benchmarks.bench_estimate                             # 2 hosts, 100 Mbit/s
-    python -m benchmarks.bench_estimate --world 2 4 --rate 10mbit 100mbit 1gbit 10gbit --save
+    python -m benchmarks.bench_estimate --rate 10mbit 100mbit 1gbit 10gbit --save
+    python -m benchmarks.bench_estimate --paced --world 4 8 --rate 100mbit 1gbit --save
+    python -m benchmarks.bench_estimate --surface --save            # 4 paced hosts and slow links
 
 The hosts are network namespaces (benchmarks/netlab). Between them `sidcomp bench` measures the link, and the
 estimate takes its profile, the codecs' speed on this machine, and the step without communication, which is
 measured beside the others. More hosts than cores share them, so the codecs are taken to be slower by as much.
+With --paced a rank waits as long as it computes when as many ranks as there are cores compute.
+
+--surface: how much of the step without communication is left over links so slow that plain DDP's exchange
+takes 12 to 1428 times as long as a step computes. Plain DDP itself is computed, not run: it would take hours.
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -32,6 +39,13 @@ from flags import computes_in_bfloat16
 from tasks import TASKS
 
 ALONE = "no communication"
+SURFACE = ("176mbit", "38mbit", "6800kbit", "1480kbit")
+ON_SURFACE = [
+    ("updates, 1/100", 1),
+    ("updates, 1/100", 8),
+    ("LocalError, deadzone, two-shot", 32),
+    ("LocalError, deadzone, two-shot, delay", 64),
+]
 # A way of benchmarks/netlab/outer.py, steps between exchanges, whose prediction it is (None: plain DDP's).
 WAYS: list[tuple[str, int, tuple[str, CodecSpec] | None]] = [
     ("DDP", 1, None),
@@ -73,7 +87,50 @@ def means(found: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
     return {cell: median(of) for cell, of in took.items()}
 
 
-def cell(task: str, world: int, rate: str, steps: int, turns: int) -> list[dict[str, Any]]:
+def run(
+    hosts: Lab, folder: str, task: str, ways: list[tuple[str, int]], steps: int, turns: int
+) -> dict[tuple[str, int], float]:
+    out = Path(folder) / "out.json"
+    spec = {
+        "task": task, "bfloat16": computes_in_bfloat16("cpu"), "seed": 0, "clip": 1.0, "ways": ways,
+        "steps": steps, "rounds": 1, "turns": turns,
+    }  # fmt: skip
+    hosts.run([sys.executable, "-m", "benchmarks.netlab.outer", json.dumps(spec), str(out)], timeout=1800)
+    return means(json.loads(out.read_text()))
+
+
+def bits_per_second(shown: str) -> float:
+    """Of a rate as `show_rate` writes it."""
+    return parse_rate(shown.removesuffix("/s").replace(" ", "")) or 0.0
+
+
+def surface(task: str, world: int, rate: str, steps: int, turns: int) -> list[dict[str, Any]]:
+    """What share of the step without communication each way leaves."""
+    with (
+        Lab.build(world, parse_rate(rate)) as hosts,
+        tempfile.TemporaryDirectory(prefix="surface-") as folder,
+    ):
+        print(*hosts.introduce(), sep="\n", flush=True)
+        took = run(hosts, folder, f"{task}-paced", [(ALONE, 1), *ON_SURFACE], steps, turns)
+    alone = took[ALONE, 1]
+    elements = sum(p.numel() for p in TASKS[task](0, world, 1, "cpu").model().parameters())
+    dense = 1e3 * 8 * 4 * elements * 2 * (world - 1) / world / (parse_rate(rate) or math.inf)
+    head = {
+        "hosts": str(world),
+        "link": show_rate(parse_rate(rate)),
+        "alone, ms": f"{alone:.1f}",
+        "dense exchange / step": f"{dense / alone:.0f}",
+    }
+    rows = [{**head, "way": "DDP", "every": "1", "share": f"{100 * alone / (alone + dense):.2f} %"}]
+    for way, every in ON_SURFACE:
+        rows.append(
+            {**head, "way": way, "every": str(every), "share": f"{100 * alone / took[way, every]:.1f} %"}
+        )
+    print(*rows, sep="\n", flush=True)
+    return rows
+
+
+def cell(task: str, world: int, rate: str, steps: int, turns: int, paced: bool) -> list[dict[str, Any]]:
     module = TASKS[task](0, world, 1, "cpu").model()
     model = Model(
         tuple(Parameter(n, tuple(p.shape), float(p.numel())) for n, p in module.named_parameters()), task
@@ -83,22 +140,16 @@ def cell(task: str, world: int, rate: str, steps: int, turns: int) -> list[dict[
     times = max(1.0, world / (os.cpu_count() or 1))
     compute = {name: slower(took, times) for name, took in timed.items()}
     ways = [(ALONE, 1), *((way, every) for way, every, _ in WAYS)]
-    spec = {
-        "task": task, "bfloat16": computes_in_bfloat16("cpu"), "seed": 0, "clip": 1.0, "ways": ways,
-        "steps": steps, "rounds": 1, "turns": turns,
-    }  # fmt: skip
     with (
         Lab.build(world, parse_rate(rate)) as hosts,
         tempfile.TemporaryDirectory(prefix="estimate-") as folder,
     ):
         print(*hosts.introduce(), sep="\n", flush=True)
-        profile, out = Path(folder) / "link.json", Path(folder) / "out.json"
+        profile = Path(folder) / "link.json"
         bench = [sys.executable, "-m", "sidcomp", "bench", "--seconds", "10", "--codec", "fp16", "--save"]
         hosts.run([*bench, str(profile)], timeout=600)
-        command = [sys.executable, "-m", "benchmarks.netlab.outer", json.dumps(spec), str(out)]
-        hosts.run(command, timeout=1800)
         link, _ = link_of(str(profile))
-        took = means(json.loads(out.read_text()))
+        took = run(hosts, folder, task + ("-paced" if paced else ""), ways, steps, turns)
     rows = []
     for way, every, of in WAYS:
         more = () if every == 1 else (INT4, HUNDREDTH)
@@ -106,7 +157,7 @@ def cell(task: str, world: int, rate: str, steps: int, turns: int) -> list[dict[
         ms = predicted(found, of, every)
         rows.append(
             {
-                "hosts": str(world),
+                "hosts": str(world) + (" paced" if paced else ""),
                 "link": show_rate(parse_rate(rate)),
                 "measured Gbit/s": f"{link.gbit:.3g}",
                 "way": way,
@@ -129,24 +180,43 @@ def main(argv: list[str] | None = None) -> int:
     add("--rate", nargs="+", default=["100mbit"], help="of each host's link (default 100mbit)")
     add("--steps", type=int, default=4, help="of each way in a turn, at least (default 4)")
     add("--turns", type=int, default=5, help="of each way (default 5)")
-    add("--save", action="store_true", help="keep the results in benchmarks/results")
+    add("--paced", action="store_true", help="ranks wait as long as they would compute on cores of their own")
+    add("--surface", action="store_true", help="the share of a step that slow links leave, on 4 paced hosts")
+    add(
+        "--save", action="store_true", help="keep the results in benchmarks/results: rows of other cells stay"
+    )
     args = parser.parse_args(argv)
+    name = "utilization" if args.surface else "estimate"
+    kept = RESULTS / f"{name}.json"
     table: list[dict[str, Any]] = []
     try:
-        for world, rate in product(args.world, args.rate):
-            table += cell(args.task, world, rate, args.steps, args.turns)
+        if args.surface:
+            for rate in SURFACE:
+                table += surface(args.task, 4, rate, args.steps, args.turns)
+        else:
+            for world, rate in product(args.world, args.rate):
+                table += cell(args.task, world, rate, args.steps, args.turns, args.paced)
     except LabError as e:
         print(f"bench_estimate: {e}", file=sys.stderr)
         return 1
-    errors = [abs(float(row["error"].split()[0])) for row in table]
-    within = sum(e <= 10 for e in errors)
-    note = (
-        f"{TASKS[args.task].title}. Predicted by the estimate from the measured link, the codecs' "
-        "speed and the step without communication (alone); measured: the median of the turns' means. "
-        f"{within} of {len(errors)} within 10 %, median {median(errors):.1f} %. "
-        f"{machine()['cores']} cores; load {os.getloadavg()[0]:.1f}."
-    )
-    report("estimate", "Steps, predicted and measured", table, note, RESULTS if args.save else None)
+    if args.save and kept.exists():
+        new = {(row["hosts"], row["link"]) for row in table}
+        others = [r for r in json.loads(kept.read_text())["rows"] if (r["hosts"], r["link"]) not in new]
+        table = sorted(others + table, key=lambda row: (row["hosts"], bits_per_second(row["link"])))
+    if args.surface:
+        title, note = "The share of a step that slow links leave", "Plain DDP is computed."
+    else:
+        errors = [abs(float(row["error"].split()[0])) for row in table]
+        title, note = (
+            "Steps, predicted and measured",
+            (
+                "Predicted by the estimate from the measured link, the codecs' "
+                "speed and the step without communication (alone); measured: the median of the turns' means. "
+                f"{sum(e <= 10 for e in errors)} of {len(errors)} within 10 %, median {median(errors):.1f} %."
+            ),
+        )
+    note = f"{TASKS[args.task].title}. {note} {machine()['cores']} cores; load {os.getloadavg()[0]:.1f}."
+    report(name, title, table, note, RESULTS if args.save else None)
     return 0
 
 

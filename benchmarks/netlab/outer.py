@@ -26,13 +26,10 @@ from sidcomp.doors.ddp import register
 from sidcomp.local.steps import Updates
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.netlab.rank import transmitted
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from tasks import TASKS
+from benchmarks.netlab.rank import task_of, transmitted
 
 WARM = 3
-RATES = {"lm": 0.004, "gpt": 0.003}
+RATES = {"lm": 0.004, "gpt": 0.003, "gpt-paced": 0.003}
 
 
 class Way(NamedTuple):
@@ -95,6 +92,7 @@ WAYS = {
     "updates, int4": Way("LocalError", lambda: sidcomp.State("int4")),
     "LocalError, deadzone": Way("LocalError", deadzone),
     "LocalError, deadzone, two-shot": Way("LocalError", twoshot),
+    "LocalError, deadzone, two-shot, delay": Way("LocalError", twoshot, {"delay": 1}),
     "LocalError, deadzone, delay": Way("LocalError", deadzone, {"delay": 1}),
 }
 
@@ -111,13 +109,14 @@ class Run:
     """One way: its model and optimizer, and the ends of its steps by this rank's clock."""
 
     def __init__(self, spec: dict[str, Any], name: str, every: int, rank: int, world: int) -> None:
-        kind = TASKS[spec["task"]]
-        self.task = kind(rank, world, kind.batch, torch.device("cpu"))
+        self.task = task_of(spec["task"], rank, world, None)
         self.seed, self.world = spec["seed"], world
         self.bfloat16: bool = spec["bfloat16"]  # forward and backward
         torch.manual_seed(self.seed)
         self.module = self.task.model()
         self.parameters = list(self.module.parameters())
+        for p in self.parameters:
+            p.data = p.data.clone()  # models of recorded gradients share theirs
         self.rate = rate = RATES[spec["task"]]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True

@@ -208,6 +208,7 @@ class Bert(Replay):
 
 # name: the class, and the task of examples/tasks.py that is recorded
 REPLAYS: dict[str, tuple[type[Replay], str]] = {
+    "gpt-paced": (Paced, "gpt"),
     "lstm-replay": (Replay, "lstm"),
     "lstm-paced": (Paced, "lstm"),
     "resnet50-replay": (Replay, "resnet50"),
