@@ -36,7 +36,7 @@ only csrc/memory/*.c -- '\.\./codec.h'
 only csrc/core/{checksum,core,sound,vectors}.h -- '\.\./codec.h'
 only csrc/core/registry.c -- core.h '\.\./exchange/exchange.h' '\.\./(codecs|exchanges|memories).def'
 only $(ls csrc/core/*.c | grep -v registry.c) -- '(checksum|core|sound|vectors).h' '\.\./sidcomp_cuda.h'
-only csrc/delta/*.h -- '\.\./(core/core|sidcomp_delta).h'
+only csrc/delta/*.h -- '\.\./(core/core|sidcomp_delta|wire).h' elements.h
 only csrc/delta/*.c -- delta.h
 only csrc/fusion.h --
 only csrc/fusion/*.h -- '\.\./fusion.h'
