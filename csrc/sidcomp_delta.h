@@ -120,6 +120,37 @@ enum {
 sid_status sid_delta_changes(const sid_delta_block *b, const void *body, const sid_delta_entry *entry,
                              sid_delta_change *changes, uint32_t *count, sid_error *err);
 
+/* ---- on CUDA devices --------------------------------------------------------------------------------------------
+ * A call is enqueued on a cudaStream_t of `device`. It neither waits nor allocates, and can fail only for its arguments or the launch. A
+ * build without CUDA returns SID_E_UNSUPPORTED. All pointers are to memory of the device; structures start at a multiple of 8 bytes. */
+
+/* Elements `first` to `first + n` of a vector, as blocks of `block` elements, of which the last may be shorter. */
+typedef struct sid_cuda_weights {
+    sid_delta_kind kind;
+    uint32_t n_seg, block;
+    const uint64_t
+        *table; /* n_seg + 1 numbers of elements before each segment, and in all; then n_seg addresses of segments */
+    uint64_t first, n;
+} sid_cuda_weights;
+
+typedef struct sid_delta_found { /* in a block */
+    uint64_t checksum, count;    /* of its elements; of changes */
+} sid_delta_found;
+
+/* Finds what has changed since `old`, a table of segments of the same lengths. Block i gets found[i], from run i * sid_delta_runs of a
+ * block on its runs, and from change i * room on its changes: all of them, or some that mean nothing if there are more than room.
+ * Reads the elements of both vectors once. */
+sid_status sid_cuda_delta_find(const sid_cuda_weights *now, const uint64_t *old, uint32_t room, sid_delta_found *found,
+                               sid_delta_run *runs, sid_delta_change *changes, int device, void *stream,
+                               sid_error *err);
+/* The checksums that the blocks' elements would have after changes, of which block i has upto[i] to upto[i + 1]: as sid_delta_changes
+ * gave them, so that they lie in the block. Reads the elements once. */
+sid_status sid_cuda_delta_sum(const sid_cuda_weights *w, const sid_delta_change *changes, const uint64_t *upto,
+                              sid_delta_found *found, int device, void *stream, sid_error *err);
+/* Changes the elements. */
+sid_status sid_cuda_delta_change(const sid_cuda_weights *w, const sid_delta_change *changes, const uint64_t *upto,
+                                 int device, void *stream, sid_error *err);
+
 #ifdef __cplusplus
 }
 #endif

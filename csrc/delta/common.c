@@ -1,4 +1,4 @@
-/* Sizes, arguments and checksums of deltas. */
+/* Sizes, arguments and checksums of deltas; and the CUDA calls of a build without CUDA. */
 #include "delta.h"
 
 uint64_t sid_delta_bytes(sid_delta_kind kind, uint64_t n) {
@@ -59,3 +59,21 @@ uint64_t sid_delta_checksum(const void *data, uint64_t bytes) {
     }
     return sum;
 }
+
+#ifndef SID_WITH_CUDA
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#define NO_CUDA(err) sid_fail(err, SID_E_UNSUPPORTED, "this build has no CUDA kernels")
+sid_status sid_cuda_delta_find(const sid_cuda_weights *now, const uint64_t *old, uint32_t room, sid_delta_found *found,
+                               sid_delta_run *runs, sid_delta_change *changes, int device, void *stream,
+                               sid_error *err) {
+    return NO_CUDA(err);
+}
+sid_status sid_cuda_delta_sum(const sid_cuda_weights *w, const sid_delta_change *changes, const uint64_t *upto,
+                              sid_delta_found *found, int device, void *stream, sid_error *err) {
+    return NO_CUDA(err);
+}
+sid_status sid_cuda_delta_change(const sid_cuda_weights *w, const sid_delta_change *changes, const uint64_t *upto,
+                                 int device, void *stream, sid_error *err) {
+    return NO_CUDA(err);
+}
+#endif

@@ -343,12 +343,13 @@ sid_status sid_delta_encode_found(const sid_delta_block *b, const sid_delta_chan
     sid_status status;
     const sid_simd *v = delta_fits(b, &status, err);
     if (!v) return status;
-    if ((count && !changes) || !runs || !work || !out || !entry || (uintptr_t)out % 8 || (uintptr_t)work % 8)
+    if (!runs || !work || !out || !entry || (uintptr_t)out % 8 || (uintptr_t)work % 8)
         return sid_fail(err, SID_E_ARG, "work and out must start at a multiple of 8 bytes");
     if (err) err->text[0] = 0;
     found f = found_in(work, b->n);
     entry->bytes = UINT64_MAX;
     if (count > f.room) return SID_OK;
+    if (count && !changes) return sid_fail(err, SID_E_ARG, "changes is NULL");
     for (uint64_t i = 0; i < sid_delta_runs(b->kind, b->n); i++)
         if ((uint64_t)runs[i].first + runs[i].count > count || runs[i].count > count - f.count ||
             !take_run(&f, changes + runs[i].first, runs[i].count, b))

@@ -49,6 +49,7 @@ only python/binding/*.[ch]pp -- fusion.h 'sidcomp(_cuda|_delta|_nccl)?.h' '[a-z]
 only cuda/core/map.h -- internal.h
 only cuda/core/*.cu* -- '(call|codec|device|header|memories|pass)\.cuh' '(map|emulate)\.h' '(codecs|memories)\.def'
 only cuda/codec/*.cu* -- '\.\./core/codec\.cuh' '[a-z_]+\.cuh' 'codec/[a-z_]+\.h'
+only cuda/delta/*.cu* -- '\.\./core/device\.cuh' 'delta/elements\.h'
 only cuda/exchange/*.cu* -- '\.\./core/codec\.cuh' exchange.cuh exchange/exchange.h exchanges.def
 
 circles() { # TEXT, then pairs of files on stdin, of which the first stands on the second
