@@ -84,6 +84,73 @@ sid_status sid_delta_apply(const sid_delta_block *b, const void *body, const sid
 /* The checksum of any bytes, filled up with zeros to a multiple of 8. */
 uint64_t sid_delta_checksum(const void *data, uint64_t bytes);
 
+/* ---- changes alone ----------------------------------------------------------------------------------------------
+ * Where somebody else has the weights, such as a device, only changes pass: what it finds is encoded, and what a body holds is
+ * decoded for it. These calls read kind, n and isa of a block, and no segments. */
+
+typedef struct sid_delta_change {
+    uint32_t at, step; /* position in the block; 2 z + sign (docs/wire.md) */
+} sid_delta_change;
+
+/* The changes of SID_DELTA_RUN bytes of elements lie side by side, in order: from anywhere on among those of their block. */
+enum {
+    SID_DELTA_RUN = 16384
+};
+typedef struct sid_delta_run {
+    uint32_t first, count;
+} sid_delta_run;
+
+/* Runs of a block of n elements; changes that a sparse body has at most. */
+uint64_t sid_delta_runs(sid_delta_kind kind, uint64_t n);
+uint64_t sid_delta_room(uint64_t n);
+
+/* Writes the body of sid_delta_encode to out, and entry->bytes, from `count` changes in sid_delta_runs runs. entry->bytes is UINT64_MAX
+ * if the body takes the elements themselves: there are more changes than sid_delta_room, of which nothing is read, or the elements are
+ * shorter. Then copy the block's elements, old and new, to the host, and call sid_delta_encode. */
+sid_status sid_delta_encode_found(const sid_delta_block *b, const sid_delta_change *changes, uint64_t count,
+                                  const sid_delta_run *runs, void *work, void *out, sid_delta_entry *entry,
+                                  sid_error *err);
+
+/* The changes of a body, whose positions ascend, to `changes`, which has room for n; *count: how many. SID_E_CORRUPT as from
+ * sid_delta_check. The checksum of the result is for the caller to compare, but of a body that holds the elements, from byte
+ * SID_DELTA_ELEMENTS on: then *count is n + 1, and SID_E_MISMATCH as from sid_delta_check. */
+enum {
+    SID_DELTA_ELEMENTS = 8
+};
+sid_status sid_delta_changes(const sid_delta_block *b, const void *body, const sid_delta_entry *entry,
+                             sid_delta_change *changes, uint32_t *count, sid_error *err);
+
+/* ---- on CUDA devices --------------------------------------------------------------------------------------------
+ * A call is enqueued on a cudaStream_t of `device`. It neither waits nor allocates, and can fail only for its arguments or the launch. A
+ * build without CUDA returns SID_E_UNSUPPORTED. All pointers are to memory of the device; structures start at a multiple of 8 bytes. */
+
+/* Elements `first` to `first + n` of a vector, as blocks of `block` elements, of which the last may be shorter. */
+typedef struct sid_cuda_weights {
+    sid_delta_kind kind;
+    uint32_t n_seg, block;
+    const uint64_t
+        *table; /* n_seg + 1 numbers of elements before each segment, and in all; then n_seg addresses of segments */
+    uint64_t first, n;
+} sid_cuda_weights;
+
+typedef struct sid_delta_found { /* in a block */
+    uint64_t checksum, count;    /* of its elements; of changes */
+} sid_delta_found;
+
+/* Finds what has changed since `old`, a table of segments of the same lengths. Block i gets found[i], from run i * sid_delta_runs of a
+ * block on its runs, and from change i * room on its changes: all of them, or some that mean nothing if there are more than room.
+ * Reads the elements of both vectors once. */
+sid_status sid_cuda_delta_find(const sid_cuda_weights *now, const uint64_t *old, uint32_t room, sid_delta_found *found,
+                               sid_delta_run *runs, sid_delta_change *changes, int device, void *stream,
+                               sid_error *err);
+/* The checksums that the blocks' elements would have after changes, of which block i has upto[i] to upto[i + 1]: as sid_delta_changes
+ * gave them, so that they lie in the block. Reads the elements once. */
+sid_status sid_cuda_delta_sum(const sid_cuda_weights *w, const sid_delta_change *changes, const uint64_t *upto,
+                              sid_delta_found *found, int device, void *stream, sid_error *err);
+/* Changes the elements. */
+sid_status sid_cuda_delta_change(const sid_cuda_weights *w, const sid_delta_change *changes, const uint64_t *upto,
+                                 int device, void *stream, sid_error *err);
+
 #ifdef __cplusplus
 }
 #endif

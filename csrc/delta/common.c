@@ -1,4 +1,4 @@
-/* Sizes, arguments and checksums of deltas. */
+/* Sizes, arguments and checksums of deltas; and the CUDA calls of a build without CUDA. */
 #include "delta.h"
 
 uint64_t sid_delta_bytes(sid_delta_kind kind, uint64_t n) {
@@ -7,21 +7,30 @@ uint64_t sid_delta_bytes(sid_delta_kind kind, uint64_t n) {
 }
 uint64_t sid_delta_bound(sid_delta_kind kind, uint64_t n) { return sid_round_up(sid_delta_bytes(kind, n), 8); }
 
-const sid_simd *delta_sound(const sid_delta_block *b, sid_status *status, sid_error *err) {
+uint64_t sid_delta_runs(sid_delta_kind kind, uint64_t n) {
+    if (!delta_known(kind) || n > SID_DELTA_BLOCK) return 0;
+    return (n * delta_width(kind) + SID_DELTA_RUN - 1) / SID_DELTA_RUN;
+}
+
+const sid_simd *delta_fits(const sid_delta_block *b, sid_status *status, sid_error *err) {
     const sid_simd *v = b ? sid_simd_for(b->isa) : NULL;
-    uint64_t left = b ? b->first + b->n : 0;
-    *status = SID_E_ARG;
     if (!b || !delta_known(b->kind))
         *status = sid_fail(err, SID_E_ARG, "there is no such kind of elements");
-    else if (!b->n || b->n > SID_DELTA_BLOCK || left < b->n)
+    else if (!b->n || b->n > SID_DELTA_BLOCK || b->first + b->n < b->n)
         *status = sid_fail(err, SID_E_ARG, "a block has 1 to %d elements, not %u", (int)SID_DELTA_BLOCK, b->n);
     else if (!v)
         *status = sid_fail(err, SID_E_UNSUPPORTED, "this processor has not the instruction set that was asked for");
-    else {
-        for (uint32_t i = 0; i < b->n_seg && left; i++) left -= b->seg[i].len < left ? b->seg[i].len : left;
-        if (!left) return v;
-        *status = sid_fail(err, SID_E_ARG, "the block ends %llu elements after the vector", (unsigned long long)left);
-    }
+    else
+        return v;
+    return NULL;
+}
+
+const sid_simd *delta_sound(const sid_delta_block *b, sid_status *status, sid_error *err) {
+    const sid_simd *v = delta_fits(b, status, err);
+    uint64_t left = v ? b->first + b->n : 0;
+    for (uint32_t i = 0; v && i < b->n_seg && left; i++) left -= b->seg[i].len < left ? b->seg[i].len : left;
+    if (!left) return v;
+    *status = sid_fail(err, SID_E_ARG, "the block ends %llu elements after the vector", (unsigned long long)left);
     return NULL;
 }
 
@@ -50,3 +59,21 @@ uint64_t sid_delta_checksum(const void *data, uint64_t bytes) {
     }
     return sum;
 }
+
+#ifndef SID_WITH_CUDA
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#define NO_CUDA(err) sid_fail(err, SID_E_UNSUPPORTED, "this build has no CUDA kernels")
+sid_status sid_cuda_delta_find(const sid_cuda_weights *now, const uint64_t *old, uint32_t room, sid_delta_found *found,
+                               sid_delta_run *runs, sid_delta_change *changes, int device, void *stream,
+                               sid_error *err) {
+    return NO_CUDA(err);
+}
+sid_status sid_cuda_delta_sum(const sid_cuda_weights *w, const sid_delta_change *changes, const uint64_t *upto,
+                              sid_delta_found *found, int device, void *stream, sid_error *err) {
+    return NO_CUDA(err);
+}
+sid_status sid_cuda_delta_change(const sid_cuda_weights *w, const sid_delta_change *changes, const uint64_t *upto,
+                                 int device, void *stream, sid_error *err) {
+    return NO_CUDA(err);
+}
+#endif

@@ -1,4 +1,4 @@
-/* Check and apply: both read a body in the same way, some changes at a time, and trust no byte of it. */
+/* Check, apply, and the changes alone: all read a body in the same way, some changes at a time, and trust no byte of it. */
 #include "delta.h"
 
 enum {
@@ -142,7 +142,7 @@ static void next_tile(summing *s) {
 }
 
 static inline void correct_as(summing *s, const changed *c, const uint32_t width, uint32_t flip) {
-    const uint32_t in_word = 4 / width, in_block = SID_SUM_BLOCK * in_word, most = ~0u >> (32 - 8 * width);
+    const uint32_t in_word = 4 / width, in_block = SID_SUM_BLOCK * in_word;
     for (uint32_t i = 0; i < c->count;) {
         const uint32_t block = c->at[i] / in_block, end = (block + 1) * in_block;
         uint64_t sum = 0;
@@ -153,8 +153,7 @@ static inline void correct_as(summing *s, const changed *c, const uint32_t width
             const uint32_t at = c->at[i], word = at / in_word;
             const uint64_t key = sid_sum_pairs[word % SID_SUM_BLOCK / 2] * (word % 2 ? SID_SUM_ODD : 1);
             const uint32_t x = delta_load(tile + (size_t)(at - first) * width, width);
-            const uint32_t y = delta_order((delta_order(x, width, flip) + delta_step(c->step[i])) & most, width, flip);
-            sum += (((uint64_t)y - x) << 8 * width * (at % in_word)) * key;
+            sum += (((uint64_t)delta_moved(x, c->step[i], width, flip) - x) << 8 * width * (at % in_word)) * key;
         }
         s->sum += sum * sid_sum_block(block);
     }
@@ -189,10 +188,24 @@ static int is_raw(const sid_delta_block *b, const uint8_t *body, uint64_t bytes)
     return bytes == sid_delta_bytes(b->kind, b->n) && !memcmp(body, &head, DELTA_RAW_AT);
 }
 
-static sid_status open_call(const sid_delta_block *b, const void *body, const sid_delta_entry *entry,
+static uint64_t raw_sum(const sid_simd *v, const sid_delta_block *b, const uint8_t *body) {
+    const sid_segment elements = {(uint8_t *)(uintptr_t)body + DELTA_RAW_AT, b->n};
+    const sid_delta_block own = {.kind = b->kind, .isa = b->isa, .seg = &elements, .n_seg = 1, .n = b->n};
+    return delta_sum(v, &own);
+}
+
+static sid_status end_call(const char *wrong, uint64_t sum, const sid_delta_entry *entry, sid_error *err) {
+    if (wrong) return sid_fail(err, SID_E_CORRUPT, "the body of a delta is damaged: %s", wrong);
+    if (sum != entry->checksum)
+        return sid_fail(err, SID_E_MISMATCH, "the result would have another checksum than the sender's");
+    return SID_OK;
+}
+
+/* seg: whether the segments matter. */
+static sid_status open_call(int seg, const sid_delta_block *b, const void *body, const sid_delta_entry *entry,
                             const sid_simd **v, sid_error *err) {
     sid_status status;
-    *v = delta_sound(b, &status, err);
+    *v = seg ? delta_sound(b, &status, err) : delta_fits(b, &status, err);
     if (!*v) return status;
     if (!entry || (entry->bytes && !body) || (uintptr_t)body % 8)
         return sid_fail(err, SID_E_ARG, "a body must start at a multiple of 8 bytes");
@@ -204,27 +217,45 @@ sid_status sid_delta_check(const sid_delta_block *b, const void *body, const sid
     const sid_simd *v;
     const char *wrong = NULL;
     uint64_t sum = 0;
-    const sid_status status = open_call(b, body, entry, &v, err);
+    const sid_status status = open_call(1, b, body, entry, &v, err);
     if (status) return status;
     if (!entry->bytes)
         sum = delta_sum(v, b);
-    else if (is_raw(b, body, entry->bytes)) {
-        const sid_segment elements = {(uint8_t *)(uintptr_t)body + DELTA_RAW_AT, b->n};
-        const sid_delta_block own = {.kind = b->kind, .isa = b->isa, .seg = &elements, .n_seg = 1, .n = b->n};
-        sum = delta_sum(v, &own);
-    } else
+    else if (is_raw(b, body, entry->bytes))
+        sum = raw_sum(v, b, body);
+    else
         wrong = sum_of_result(v, b, body, entry->bytes, &sum);
-    if (wrong) return sid_fail(err, SID_E_CORRUPT, "the body of a delta is damaged: %s", wrong);
-    if (sum != entry->checksum)
-        return sid_fail(err, SID_E_MISMATCH, "the result would have another checksum than the sender's");
-    return SID_OK;
+    return end_call(wrong, sum, entry, err);
+}
+
+sid_status sid_delta_changes(const sid_delta_block *b, const void *body, const sid_delta_entry *entry,
+                             sid_delta_change *changes, uint32_t *count, sid_error *err) {
+    const sid_simd *v;
+    reader r;
+    changed c;
+    const sid_status status = open_call(0, b, body, entry, &v, err);
+    if (status) return status;
+    if (!changes || !count) return sid_fail(err, SID_E_ARG, "changes or count is NULL");
+    *count = 0;
+    if (!entry->bytes) return SID_OK;
+    if (is_raw(b, body, entry->bytes)) {
+        *count = b->n + 1;
+        return end_call(NULL, raw_sum(v, b, body), entry, err);
+    }
+    const char *wrong = open_body(&r, b, body, entry->bytes);
+    while (!wrong && !is_read(&r)) {
+        wrong = read_some(v, &r, &c);
+        for (uint32_t i = 0; i < c.count && !wrong; i++) *changes++ = (sid_delta_change){c.at[i], c.step[i]};
+    }
+    if (!wrong) wrong = close_body(&r);
+    if (!wrong) *count = r.seen;
+    return end_call(wrong, entry->checksum, entry, err);
 }
 
 /* ---- apply --------------------------------------------------------------------------------------------------------- */
 
 static inline void change_as(delta_cursor *cursor, uint64_t *first, const changed *c, const uint32_t width,
                              uint32_t flip) {
-    const uint32_t most = ~0u >> (32 - 8 * width);
     for (uint32_t i = 0; i < c->count;) {
         while (c->at[i] - *first >= cursor->seg->len - cursor->at) {
             *first += cursor->seg->len - cursor->at;
@@ -237,8 +268,7 @@ static inline void change_as(delta_cursor *cursor, uint64_t *first, const change
             const uint32_t ahead = c->at[i + AHEAD < c->count ? i + AHEAD : i];
             if (ahead < end) __builtin_prefetch(from + (ahead - begin) * width, 1);
             uint8_t *p = from + (c->at[i] - begin) * width;
-            const uint32_t x = delta_order(delta_load(p, width), width, flip);
-            delta_store(p, delta_order((x + delta_step(c->step[i])) & most, width, flip), width);
+            delta_store(p, delta_moved(delta_load(p, width), c->step[i], width, flip), width);
         }
     }
 }
@@ -264,7 +294,7 @@ sid_status sid_delta_apply(const sid_delta_block *b, const void *body, const sid
     const sid_simd *v;
     const uint8_t *from = body;
     const char *wrong = NULL;
-    const sid_status status = open_call(b, body, entry, &v, err);
+    const sid_status status = open_call(1, b, body, entry, &v, err);
     if (status || !entry->bytes) return status;
     if (is_raw(b, body, entry->bytes)) {
         const uint32_t width = delta_width(b->kind);
@@ -275,5 +305,5 @@ sid_status sid_delta_apply(const sid_delta_block *b, const void *body, const sid
         }
     } else
         wrong = change(v, b, body, entry->bytes);
-    return wrong ? sid_fail(err, SID_E_CORRUPT, "the body of a delta is damaged: %s", wrong) : SID_OK;
+    return end_call(wrong, entry->checksum, entry, err);
 }

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "../core/core.h"
-#include "../sidcomp_delta.h"
+#include "elements.h"
 
 enum {
     DELTA_SPARSE = 1, /* gaps, and a symbol of each step */
@@ -27,21 +27,8 @@ typedef struct delta_head {
 } delta_head;
 _Static_assert(sizeof(delta_head) == 16, "a body's head has 16 bytes");
 enum {
-    DELTA_RAW_AT = 8 /* the first byte of the elements: of its head a raw body has only half */
+    DELTA_RAW_AT = SID_DELTA_ELEMENTS /* the first byte of the elements: of its head a raw body has only half */
 };
-
-SID_HD uint32_t delta_width(sid_delta_kind kind) { return (uint32_t)kind & 7u; }
-SID_HD int delta_known(sid_delta_kind kind) {
-    const uint32_t width = delta_width(kind);
-    return ((uint32_t)kind & ~(uint32_t)SID_DELTA_FLOATS) == width && (width == 1 || width == 2 || width == 4);
-}
-/* Bits that change places to put the bits of negative elements in order; 0 of a plain kind. Its own inverse. */
-SID_HD uint32_t delta_flip(sid_delta_kind kind) {
-    return (uint32_t)kind & SID_DELTA_FLOATS ? (1u << (8 * delta_width(kind) - 1)) - 1 : 0;
-}
-SID_HD uint32_t delta_order(uint32_t bits, uint32_t width, uint32_t flip) {
-    return bits ^ ((0u - (bits >> (8 * width - 1))) & flip);
-}
 
 /* ---- symbols -----------------------------------------------------------------------------------------------------
  * A step d is a sign and z = |d| - 1, here 2 z + sign. z has class 0 if it is below 2^shift, then one class for each length of
@@ -77,8 +64,6 @@ SID_HD uint32_t delta_extra(const delta_alphabet *a, uint32_t symbol, uint32_t *
     *base = 2u << (a->shift + c - 1) | sign;
     return a->shift + c - 1 + more;
 }
-/* The step of 2 z + sign, modulo 2^32. */
-SID_HD uint32_t delta_step(uint32_t zz) { return (zz >> 1 ^ (0u - (zz & 1))) + (~zz & 1); }
 
 /* ---- elements ------------------------------------------------------------------------------------------------------ */
 
@@ -142,7 +127,8 @@ static inline uint64_t delta_tile_sum(const sid_simd *v, const uint8_t *tile, ui
     return v->checksum((const uint32_t *)(const void *)tile, (uint64_t)from * width / 4, words);
 }
 
-/* The block's arguments: the instruction set if they are sound, else NULL. */
+/* The block's arguments: the instruction set if they are sound, else NULL. fits: all but the segments. */
+const sid_simd *delta_fits(const sid_delta_block *b, sid_status *status, sid_error *err);
 const sid_simd *delta_sound(const sid_delta_block *b, sid_status *status, sid_error *err);
 /* The sum of the block's elements. */
 uint64_t delta_sum(const sid_simd *v, const sid_delta_block *b);

@@ -19,24 +19,18 @@ typedef struct found {
     uint32_t lengths[2][LENGTHS];
 } found;
 
+uint64_t sid_delta_room(uint64_t n) { return n / SPARSE_SHARE; }
 uint64_t sid_delta_work(uint64_t n) {
     if (n > SID_DELTA_BLOCK) return 0;
     return sid_round_up(9 * (n / SPARSE_SHARE + DELTA_TILE), 8);
 }
 static found found_in(void *work, uint32_t n) {
-    const uint32_t room = n / SPARSE_SHARE, all = room + DELTA_TILE;
+    const uint32_t room = (uint32_t)sid_delta_room(n), all = room + DELTA_TILE;
     uint32_t *gap = work;
     return (found){.gap = gap, .step = gap + all, .symbol = (uint8_t *)(gap + 2 * (size_t)all), .room = room};
 }
 
 static inline uint32_t length_of(uint32_t z) { return z ? 32u - (uint32_t)__builtin_clz(z) : 0; }
-
-/* 2 z + sign of a change from x to y. */
-static inline uint32_t step_of(uint32_t x, uint32_t y, uint32_t width, uint32_t flip) {
-    const uint32_t most = ~0u >> (32 - 8 * width);
-    const uint32_t d = (delta_order(y, width, flip) - delta_order(x, width, flip)) & most, sign = d >> (8 * width - 1);
-    return (sign ? ~d & most : d - 1) << 1 | sign;
-}
 
 /* The changes of a tile, whose first element is `from`. */
 static inline void take_as(found *f, const uint8_t *old, const uint8_t *now, const uint16_t *place, uint32_t count,
@@ -47,7 +41,7 @@ static inline void take_as(found *f, const uint8_t *old, const uint8_t *now, con
     for (uint32_t j = 0; j < count; j++) {
         const uint32_t i = place[j];
         const uint32_t zz =
-            step_of(delta_load(old + i * width, width), delta_load(now + i * width, width), width, flip);
+            delta_step_of(delta_load(old + i * width, width), delta_load(now + i * width, width), width, flip);
         gap[j] = from + i - next;
         step[j] = zz;
         next = from + i + 1;
@@ -79,6 +73,19 @@ static uint64_t find(const sid_simd *v, const sid_delta_block *b, const sid_segm
         take(f, x, y, place, count, from, width, flip);
     }
     return sum;
+}
+
+/* The changes of a run, that others have found. 0: they are not what a block has. */
+static int take_run(found *f, const sid_delta_change *c, uint32_t count, const sid_delta_block *b) {
+    const uint32_t most = ~0u >> (32 - 8 * delta_width(b->kind));
+    for (uint32_t j = 0; j < count; j++) {
+        if (c[j].at < f->next || c[j].at >= b->n || c[j].step > most) return 0;
+        f->gap[f->count] = c[j].at - f->next;
+        f->step[f->count++] = c[j].step;
+        f->next = c[j].at + 1;
+        f->lengths[c[j].step & 1][length_of(c[j].step >> 1)]++;
+    }
+    return 1;
 }
 
 /* ---- the model ----------------------------------------------------------------------------------------------------- */
@@ -267,7 +274,7 @@ static inline void put_tile_as(const coding *c, const uint8_t *old, const uint8_
                                uint32_t count, uint8_t *symbol, bits *to, const uint32_t width, uint32_t flip) {
     for (uint32_t j = 0; j < count; j++) {
         const uint32_t i = place[j], x = delta_load(old + i * width, width), y = delta_load(now + i * width, width);
-        symbol[i] = put_step(c, step_of(x, y, width, flip), to);
+        symbol[i] = put_step(c, delta_step_of(x, y, width, flip), to);
     }
 }
 
@@ -327,5 +334,28 @@ sid_status sid_delta_encode(const sid_delta_block *b, const sid_segment *old, vo
         entry->bytes = f.count <= f.room ? write_sparse(v, b, &f, out) : write_dense(v, b, old, &f, out);
     }
     if (!entry->bytes) entry->bytes = write_raw(b, out);
+    return SID_OK;
+}
+
+sid_status sid_delta_encode_found(const sid_delta_block *b, const sid_delta_change *changes, uint64_t count,
+                                  const sid_delta_run *runs, void *work, void *out, sid_delta_entry *entry,
+                                  sid_error *err) {
+    sid_status status;
+    const sid_simd *v = delta_fits(b, &status, err);
+    if (!v) return status;
+    if (!runs || !work || !out || !entry || (uintptr_t)out % 8 || (uintptr_t)work % 8)
+        return sid_fail(err, SID_E_ARG, "work and out must start at a multiple of 8 bytes");
+    if (err) err->text[0] = 0;
+    found f = found_in(work, b->n);
+    entry->bytes = UINT64_MAX;
+    if (count > f.room) return SID_OK;
+    if (count && !changes) return sid_fail(err, SID_E_ARG, "changes is NULL");
+    for (uint64_t i = 0; i < sid_delta_runs(b->kind, b->n); i++)
+        if ((uint64_t)runs[i].first + runs[i].count > count || runs[i].count > count - f.count ||
+            !take_run(&f, changes + runs[i].first, runs[i].count, b))
+            return sid_fail(err, SID_E_ARG, "these are no changes of such a block, in order");
+    if (f.count != count) return sid_fail(err, SID_E_ARG, "the runs have %u of %u changes", f.count, (unsigned)count);
+    const uint64_t bytes = count ? write_sparse(v, b, &f, out) : 0;
+    if (bytes || !count) entry->bytes = bytes;
     return SID_OK;
 }

@@ -604,3 +604,51 @@ def delta_apply(
     checksum: int,
 ) -> None: ...
 def delta_checksum(data: Buffer, offset: int, bytes: int) -> int: ...
+
+delta_elements: int  # byte of a body that holds the elements themselves, from which on it does
+
+def delta_room(n: int) -> int:
+    """Changes that a sparse body has at most."""
+
+def delta_runs(kind: int, n: int) -> int:
+    """Runs in which a device finds the changes of a block."""
+
+def delta_encode_found(
+    kind: int,
+    n: int,
+    changes: Buffer,
+    count: int,
+    runs: Buffer,
+    work: bytearray | memoryview,
+    out: bytearray | memoryview,
+) -> int | None:
+    """The bytes of a block's body with these changes; None if that takes the elements, and delta_encode."""
+
+def delta_changes(
+    kind: int,
+    n: int,
+    message: Buffer,
+    offset: int,
+    bytes: int,
+    checksum: int,
+    out: bytearray | memoryview,
+) -> int | None:
+    """Writes the changes of a body, 8 bytes each, to `out`. How many there are; None if it holds the
+    elements, which have the checksum. Raises CorruptPayloadError, and for elements MismatchError, as
+    delta_check."""
+
+class DeltaWeights:
+    """Elements `first` to `first + n` of a vector on a device, as blocks of `block` elements. table: the
+    address of a table of its segments there (csrc/sidcomp_delta.h). All calls are enqueued."""
+
+    def __init__(self, kind: int, table: int, n_segments: int, first: int, n: int, block: int) -> None: ...
+    def find(
+        self, old: int, room: int, found: int, runs: int, changes: int, *, device: int, stream: int
+    ) -> None:
+        """Finds what has changed since `old`, another table; changes: room for `room` of each block."""
+
+    def sum(self, changes: int, upto: int, found: int, *, device: int, stream: int) -> None:
+        """The checksums after the changes, of which block i has upto[i] to upto[i + 1]."""
+
+    def change(self, changes: int, upto: int, *, device: int, stream: int) -> None:
+        """Changes the elements."""

@@ -423,6 +423,10 @@ void test_cuda_absent(void) {
     CHECK(sid_cuda_decode(NULL, NULL, 0, 0, 1, NULL, 0, NULL, NULL, NULL, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED,
           "%s", err.text);
     CHECK(sid_cuda_show(NULL, 0, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED, "%s", err.text);
+    CHECK(sid_cuda_delta_find(NULL, NULL, 0, NULL, NULL, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED &&
+              sid_cuda_delta_sum(NULL, NULL, NULL, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED &&
+              sid_cuda_delta_change(NULL, NULL, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED,
+          "%s", err.text);
     for (uint32_t i = 0; sid_codec_at(i); i++) CHECK(!sid_has_cuda(sid_codec_at(i)), "%s", sid_codec_at(i)->name);
     for (uint32_t i = 0; sid_memory_at(i); i++) CHECK(!sid_has_cuda(sid_memory_at(i)), "%s", sid_memory_at(i)->name);
 }

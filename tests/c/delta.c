@@ -13,6 +13,7 @@
 void test_delta_order(void);
 void test_delta_changes(void);
 void test_delta_gaps(void);
+void test_delta_no_changes(void);
 void test_delta_round_trip(void);
 void test_delta_segments(void);
 void test_delta_size(void);
@@ -179,6 +180,78 @@ static uint64_t plain_checksum(const uint8_t *p, size_t bytes) {
     return sum;
 }
 
+/* What somebody else finds, in runs that lie in any order, is encoded by the same bytes; and a body's changes are those. */
+static void by_changes(const pair *p, const coded *c, sid_isa isa, const char *what) {
+    const uint32_t flip = delta_flip(p->kind), each = SID_DELTA_RUN / p->width;
+    const uint64_t n_runs = sid_delta_runs(p->kind, p->n);
+    const sid_delta_block b = {.kind = p->kind, .isa = isa, .n = p->n};
+    sid_delta_change *want = calloc(p->n + 1u, sizeof *want), *lies = calloc(p->n + 1u, sizeof *lies);
+    sid_delta_run *runs = calloc(n_runs, sizeof *runs);
+    block work = block_new((size_t)sid_delta_work(p->n), 0), out = block_new((size_t)sid_delta_bound(p->kind, p->n), 0);
+    const uint8_t mode = c->entry.bytes ? c->body.p[0] : 0;
+    sid_delta_entry entry = {c->entry.checksum, 0};
+    sid_error err;
+    uint32_t count = 0, got = 0;
+    for (uint32_t i = 0; i < p->n; i++) {
+        const uint32_t x = delta_load(p->old.p + i * p->width, p->width),
+                       y = delta_load(p->now.p + i * p->width, p->width);
+        if (x == y) continue;
+        want[count++] = (sid_delta_change){i, delta_step_of(x, y, p->width, flip)};
+        runs[i / each].count++;
+    }
+    for (uint32_t i = 0, from = 0, left = count; i < n_runs; from += runs[i++].count) { /* the last run first */
+        runs[i].first = left -= runs[i].count;
+        memcpy(lies + left, want + from, runs[i].count * sizeof *lies);
+    }
+    CHECK(n_runs == (p->n + each - 1) / each && sid_delta_room(p->n) == p->n / 4, "%s: runs and room", what);
+    CHECK(sid_delta_encode_found(&b, lies, count, runs, work.p, out.p, &entry, &err) == SID_OK, "%s: %s", what,
+          err.text);
+    if (mode == DELTA_DENSE || mode == DELTA_RAW)
+        CHECK(entry.bytes == UINT64_MAX, "%s: a body that takes the elements", what);
+    else
+        CHECK(entry.bytes == c->entry.bytes && !memcmp(out.p, c->body.p, (size_t)entry.bytes), "%s: other bytes", what);
+    CHECK(block_intact(&work) && block_intact(&out), "%s: encode left its memory", what);
+    lies[p->n].at = want[p->n].at = 77;
+    CHECK(sid_delta_changes(&b, c->body.p, &c->entry, lies, &got, &err) == SID_OK, "%s: %s", what, err.text);
+    CHECK(got == (mode == DELTA_RAW ? p->n + 1 : count) && lies[p->n].at == 77, "%s: %u changes", what, got);
+    if (mode != DELTA_RAW) CHECK(!memcmp(lies, want, count * sizeof *lies), "%s: other changes", what);
+    free(want);
+    free(lies);
+    free(runs);
+    block_free(&work);
+    block_free(&out);
+}
+
+/* Changes that no block has are refused, before a body is written of them. */
+void test_delta_no_changes(void) {
+    sid_delta_change c[] = {{3, 0}, {900, 5}, {4095, 1}, {4097, 2}, {8191, 0xffff}}, bad;
+    sid_delta_run runs[] = {{0, 5}, {5, 0}}; /* of 8192 elements of 2 bytes, and of the rest */
+    const sid_delta_block b = {.kind = SID_DELTA_FLOAT16, .n = 9000};
+    block work = block_new((size_t)sid_delta_work(b.n), 0), out = block_new((size_t)sid_delta_bound(b.kind, b.n), 0);
+    sid_delta_entry entry;
+    sid_error err;
+#define FOUND(count) sid_delta_encode_found(&b, c, count, runs, work.p, out.p, &entry, &err)
+    CHECK(FOUND(5) == SID_OK && entry.bytes && entry.bytes < 200, "%s", err.text);
+    for (uint32_t i = 0; i < 5; i++) {
+        bad = c[i];
+        c[i].at = i ? c[i - 1].at : 9000;
+        CHECK(FOUND(5) == SID_E_ARG, "change %u does not ascend", i);
+        c[i] = bad;
+        c[i].step = 0x10000;
+        CHECK(FOUND(5) == SID_E_ARG, "change %u is none of 16 bits", i);
+        c[i] = bad;
+    }
+    CHECK(FOUND(4) == SID_E_ARG && FOUND(6) == SID_E_ARG, "more or fewer changes than in the runs");
+    runs[1] = (sid_delta_run){4, 2};
+    CHECK(FOUND(5) == SID_E_ARG, "a run that ends after the changes");
+    runs[1] = (sid_delta_run){UINT32_MAX, 1};
+    CHECK(FOUND(5) == SID_E_ARG, "a run that begins after the changes");
+    CHECK(FOUND(2251) == SID_OK && entry.bytes == UINT64_MAX, "more changes than a sparse body has: nothing is read");
+#undef FOUND
+    block_free(&work);
+    block_free(&out);
+}
+
 static void one_pair(const pair *p, const char *what) {
     const size_t bytes = (size_t)p->n * p->width;
     const sid_segment old = {p->old.p, p->n}, now = {p->now.p, p->n};
@@ -200,6 +273,7 @@ static void one_pair(const pair *p, const char *what) {
         CHECK(!memcmp(there.p, p->old.p, bytes), "%s: check wrote", what);
         CHECK(sid_delta_apply(&at, c.body.p, &c.entry, &err) == SID_OK, "%s, isa %d: %s", what, isa, err.text);
         CHECK(!memcmp(there.p, p->now.p, bytes) && block_intact(&there), "%s, isa %d: other elements", what, isa);
+        by_changes(p, &c, (sid_isa)isa, what);
         if (same) CHECK(sid_delta_check(&at, NULL, &c.entry, &err) == SID_OK, "%s: unchanged", what);
         if (!first.body.p)
             first = c;
@@ -401,6 +475,18 @@ void test_delta_strict(void) {
     }
 }
 
+/* Whether the changes alone are other than those that check has seen: bytes that are no body's, or some outside of the block. */
+static uint32_t alone_differs(const sid_delta_block *at, const coded *c, sid_status check) {
+    sid_delta_change changes[1501];
+    uint32_t count = 0;
+    sid_error err;
+    const sid_status s = sid_delta_changes(at, c->body.p, &c->entry, changes, &count, &err);
+    uint32_t bad = (s == SID_E_CORRUPT) != (check == SID_E_CORRUPT) || count > at->n + 1;
+    for (uint32_t i = 0; i < count && count <= at->n; i++)
+        bad |= changes[i].at >= at->n || (i && changes[i].at <= changes[i - 1].at);
+    return bad;
+}
+
 /* Every byte of small bodies, changed: what check takes, leads to the right elements. */
 void test_delta_flips(void) {
     for (uint32_t k = 0; k < KINDS; k++)
@@ -420,6 +506,7 @@ void test_delta_flips(void) {
                     c.body.p[i] = (uint8_t)(bit == 8 ? was + 7u : was ^ 1u << bit);
                     const sid_status s = sid_delta_check(&at, c.body.p, &c.entry, &err);
                     wrote += memcmp(keep.p, p.old.p, bytes) != 0;
+                    wrong += alone_differs(&at, &c, s);
                     if (s == SID_OK) {
                         CHECK(sid_delta_apply(&at, c.body.p, &c.entry, &err) == SID_OK, "%s", err.text);
                         wrong += memcmp(p.old.p, p.now.p, bytes) != 0;

@@ -29,6 +29,7 @@
     X(delta_order)                                                                                                     \
     X(delta_changes)                                                                                                   \
     X(delta_gaps)                                                                                                      \
+    X(delta_no_changes)                                                                                                \
     X(delta_round_trip)                                                                                                \
     X(delta_segments)                                                                                                  \
     X(delta_size)                                                                                                      \

@@ -36,7 +36,7 @@ only csrc/memory/*.c -- '\.\./codec.h'
 only csrc/core/{checksum,core,sound,vectors}.h -- '\.\./codec.h'
 only csrc/core/registry.c -- core.h '\.\./exchange/exchange.h' '\.\./(codecs|exchanges|memories).def'
 only $(ls csrc/core/*.c | grep -v registry.c) -- '(checksum|core|sound|vectors).h' '\.\./sidcomp_cuda.h'
-only csrc/delta/*.h -- '\.\./(core/core|sidcomp_delta).h'
+only csrc/delta/*.h -- '\.\./(core/core|sidcomp_delta|wire).h' elements.h
 only csrc/delta/*.c -- delta.h
 only csrc/fusion.h --
 only csrc/fusion/*.h -- '\.\./fusion.h'
@@ -49,6 +49,7 @@ only python/binding/*.[ch]pp -- fusion.h 'sidcomp(_cuda|_delta|_nccl)?.h' '[a-z]
 only cuda/core/map.h -- internal.h
 only cuda/core/*.cu* -- '(call|codec|device|header|memories|pass)\.cuh' '(map|emulate)\.h' '(codecs|memories)\.def'
 only cuda/codec/*.cu* -- '\.\./core/codec\.cuh' '[a-z_]+\.cuh' 'codec/[a-z_]+\.h'
+only cuda/delta/*.cu* -- '\.\./core/device\.cuh' 'delta/elements\.h'
 only cuda/exchange/*.cu* -- '\.\./core/codec\.cuh' exchange.cuh exchange/exchange.h exchanges.def
 
 circles() { # TEXT, then pairs of files on stdin, of which the first stands on the second

@@ -54,6 +54,8 @@ int core_left(int status, const char *call);
 #define sid_exchange_forget(...) IN_CORE(sid_exchange_forget, __VA_ARGS__)
 #define sid_exchange_rescale(...) IN_CORE(sid_exchange_rescale, __VA_ARGS__)
 #define sid_delta_encode(...) IN_CORE(sid_delta_encode, __VA_ARGS__)
+#define sid_delta_encode_found(...) IN_CORE(sid_delta_encode_found, __VA_ARGS__)
+#define sid_delta_changes(...) IN_CORE(sid_delta_changes, __VA_ARGS__)
 #define sid_delta_check(...) IN_CORE(sid_delta_check, __VA_ARGS__)
 #define sid_delta_apply(...) IN_CORE(sid_delta_apply, __VA_ARGS__)
 #define sid_loopback(...) IN_CORE(sid_loopback, __VA_ARGS__)

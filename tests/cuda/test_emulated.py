@@ -112,6 +112,17 @@ def test_exchanges_on_the_emulation() -> None:
     run(share=19, tests="tests/cuda/test_cuda_exchanges.py")
 
 
+def test_deltas_on_the_emulation() -> None:
+    run(share=5, tests="tests/delta/test_delta_cuda.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cuda", "api", "chain"])
+def test_all_of_deltas_on_the_emulation(name: str) -> None:
+    """Those of the CPU, too."""
+    run(share=1, tests=f"tests/delta/test_delta_{name}.py")
+
+
 @pytest.mark.slow
 def test_updates_on_the_emulation() -> None:
     run(share=1, tests="tests/cuda/test_cuda_updates.py")
@@ -152,6 +163,7 @@ WATCHED_TESTS = [
     ("tests/cuda/test_cuda.py", 60),
     ("tests/cuda/test_cuda_exchanges.py", 20),
     ("tests/cuda/test_streams.py", 1),
+    ("tests/delta/test_delta_cuda.py", 20),
 ]
 
 

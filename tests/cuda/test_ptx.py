@@ -22,6 +22,12 @@ with_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc")
 ARCHS = ("9.0", "8.0")
 
 
+OTHERS = {  # folders of cuda/ without codecs: the tests of their kernels, and what divides their cases
+    "exchange": ("tests/cuda/test_cuda_exchanges.py", 2),
+    "delta": ("tests/delta/test_delta_cuda.py", 1),
+}
+
+
 def run_compiled(
     libraries: list[Path], arch: str, tests: str, share: int, watched: bool = False, only: str = ""
 ) -> Counter[str]:
@@ -49,9 +55,9 @@ def run_compiled(
 
 def check_file(file: Path, arch: str, share: int, part: int = 0, parts: int = 1) -> None:
     """A file's own cases with its kernels, or with one in `parts` of them. share: of one codec's cases."""
-    exchanges, own = file.parts[1] == "exchange", codecs_of(file)
-    tests = "tests/cuda/test_cuda_exchanges.py" if exchanges else "tests/cuda/test_cuda.py"
-    share *= len(own) or (2 if exchanges else 8)  # without codecs of its own: the cases of all
+    own = codecs_of(file)
+    tests, cases = OTHERS.get(file.parts[1], ("tests/cuda/test_cuda.py", 8))
+    share *= len(own) or cases  # without codecs of its own: the cases of all
     only = " or ".join(f"{c}- or [{c}]" for c in own)  # a memory's name comes last
     ran = run_compiled([translated(file, arch, False, part, parts)], arch, tests, share, only=only)
     compiled = any(not name.startswith("-") for name in ran)
@@ -75,7 +81,12 @@ def test_every_codec_with_kernels_is_in_one_file() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    "tests, share", [("tests/cuda/test_cuda.py", 4), ("tests/cuda/test_cuda_exchanges.py", 2)]
+    "tests, share",
+    [
+        ("tests/cuda/test_cuda.py", 4),
+        ("tests/cuda/test_cuda_exchanges.py", 2),
+        ("tests/delta/test_delta_cuda.py", 2),
+    ],
 )
 def test_all_compiled_kernels(arch: str, tests: str, share: int) -> None:
     ran = run_compiled([translated(f, arch, False) for f in FILES], arch, tests, share)

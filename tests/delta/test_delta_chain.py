@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from sidcomp import delta
+from sidcomp import _core, delta
 from sidcomp.errors import DeltaError
 from test_delta_api import changed, equal, tied
 from test_delta_message import copied, mutations, same, some_weights
@@ -232,6 +232,11 @@ def test_every_changed_byte_leaves_a_receiver_where_it_was_or_leads_it_right() -
             assert same(there, weights) and receiver.version == 1
 
 
+of_the_cpu = pytest.mark.skipif(
+    _core.cuda_archs == "emulated", reason="a device makes other calls: test_delta_cuda.py has their faults"
+)
+
+
 class Fault(BaseException):
     """As KeyboardInterrupt."""
 
@@ -249,6 +254,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
     monkeypatch.setattr(sidcomp.core, name, one)
 
 
+@of_the_cpu
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_fault_while_the_message_is_checked(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     weights, sender, theirs, receivers = chain(threads=1)
@@ -262,6 +268,7 @@ def test_a_fault_while_the_message_is_checked(monkeypatch: pytest.MonkeyPatch, a
     assert receivers[0].apply(message) == 1 and same(theirs[0], weights)
 
 
+@of_the_cpu
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_fault_while_the_weights_are_written(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Then the receiver says that it does not know its version, until a full message comes."""
@@ -278,6 +285,7 @@ def test_a_fault_while_the_weights_are_written(monkeypatch: pytest.MonkeyPatch, 
     assert receivers[0].apply(sender.message(full=True)) == 2 and same(theirs[0], weights)
 
 
+@of_the_cpu
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("name", ["delta_encode", "delta_check", "delta_apply"])
 def test_a_fault_of_the_sender(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:

@@ -51,6 +51,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *d, size_t size) {
     const sid_status got = sid_delta_check(&b, body, &entry, &err);
     MUST(got == SID_OK || got == SID_E_CORRUPT || got == SID_E_MISMATCH);
     MUST((got == SID_OK) == !err.text[0] && !memcmp(old, was, length));
+    sid_delta_change *changes = malloc(n * sizeof *changes);
+    uint32_t count = 0;
+    const sid_status alone = sid_delta_changes(&b, body, &entry, changes, &count, &err);
+    MUST((alone == SID_E_CORRUPT) == (got == SID_E_CORRUPT) && count <= n + 1);
+    for (uint32_t i = 0; i < count && count <= n; i++)
+        MUST(changes[i].at < n && (!i || changes[i].at > changes[i - 1].at));
+    free(changes);
     const sid_status done = sid_delta_apply(&b, body, &entry, &err); /* unchecked, too, it keeps to its memory */
     MUST(got == SID_OK ? done == SID_OK && !memcmp(old, now, length) : got != SID_E_CORRUPT || done == SID_E_CORRUPT);
     free(old);

@@ -7,14 +7,14 @@ import torch
 from sidcomp.config.kinds import is_whole
 from sidcomp.delta.coding import Data, Stamp, make, view, write
 from sidcomp.delta.message import Head, parse
-from sidcomp.delta.tensors import Leaf, Weights, fit, flat, leaves
+from sidcomp.delta.tensors import Leaf, Weights, fit, flat, home, leaves
 from sidcomp.errors import ArgumentError, DeltaError
 
 
 def _snapshot(there: dict[str, Leaf]) -> dict[str, Leaf]:
-    """Copies in the CPU's memory. What is the same memory stays so."""
+    """Copies, where kernels can work on them, else in the CPU's memory. What is the same memory stays so."""
     own = {
-        name: torch.clone(flat(leaf), memory_format=torch.contiguous_format)
+        name: torch.clone(flat(leaf, home(leaf)), memory_format=torch.contiguous_format)
         for name, leaf in there.items()
         if leaf.same is None
     }
@@ -37,8 +37,8 @@ class Sender:
     full_every  [None] every so many messages, one has all elements: for receivers that have lost the chain
     threads     [torch.get_num_threads()] of each call
 
-    A copy of the last confirmed version is kept on the CPU, and each message until it is confirmed or
-    replaced.
+    A copy of the last confirmed version is kept where the weights are, and each message on the CPU until it
+    is confirmed or replaced.
     """
 
     def __init__(

@@ -1,15 +1,18 @@
 """Encode and apply: messages from tensors, and tensors from messages, block by block on several threads."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from sidcomp import core as _core
+from sidcomp.address import address
 from sidcomp.config.kinds import is_whole
+from sidcomp.delta.device import DeviceVector, Found, ranges
 from sidcomp.delta.message import (
     Block,
     Head,
@@ -21,7 +24,7 @@ from sidcomp.delta.message import (
     padded,
     parse,
 )
-from sidcomp.delta.tensors import Leaf, Vectors, Weights, apart, fit, leaves, match
+from sidcomp.delta.tensors import Leaf, Vectors, Weights, apart, devices, fit, leaves, match
 from sidcomp.errors import ArgumentError, CorruptPayloadError, DeltaError, MismatchError
 
 Data = bytes | bytearray | memoryview | torch.Tensor
@@ -45,9 +48,10 @@ def encode(old: Weights, new: Weights, *, threads: int | None = None) -> bytearr
                 Neither is changed
     threads     [torch.get_num_threads()] of this call
 
-    Tensors that are the same memory in `new` are sent once. Tensors that are not
-    contiguous, or on a GPU, are copied to the CPU first. Raises DeltaError, which names the tensor, for
-    tensors that share a part of their memory, and for names, shapes or dtypes that differ.
+    Tensors that are the same memory in `new` are sent once. Tensors that are not contiguous are copied first.
+    Of tensors on a GPU only changes are copied to the CPU, if all that have elements of the same form are on
+    that GPU, and all of them if not. Raises DeltaError, which names the tensor, for tensors that share a part
+    of their memory, and for names, shapes or dtypes that differ.
     """
     was, now = leaves(old, "old"), leaves(new, "new")
     match(list(was), now, "old", "new")
@@ -66,30 +70,78 @@ def make(
     if old is not None:
         fit(table, {name: leaf._replace(same=None) for name, leaf in old.items()}, "old")
     head = Head(old is None, *stamp, block, table)
+    where = {} if old is None else devices(table, old, new)
     with torch.no_grad():
-        to = Vectors(table, new)
-        since = Vectors(table, old) if old is not None else None
+        to = Vectors(table, new, where)
+        since = Vectors(table, old, where) if old is not None else None
     blocks = list(blocks_of(table, block))
     start = head_bytes(table, len(blocks))
     if since is None:
         return _make_full(head, to, blocks, start, threads)
-    own = threading.local()  # memory of each thread
-    most = max((b.n for b in blocks), default=0)
-    room = max((_core.delta_bound(b.kind, b.n) for b in blocks), default=0)
-
-    def code(b: Block) -> tuple[Block, bytes]:
-        if not hasattr(own, "work"):
-            own.work, own.out = _memory(_core.delta_work(most)), _memory(room)
-        checksum, size = _core.delta_encode(
-            since.segments[b.kind], to.segments[b.kind], b.kind, b.first, b.n, own.work, own.out
-        )
-        return b._replace(checksum=checksum, bytes=size), bytes(own.out[:size])
-
-    coded = _each(code, blocks, threads)
+    coder, base = _Coder(blocks), since
+    here, there = to.split(blocks)
+    coded = _each(
+        lambda b: coder.encode(base.segments[b.kind], to.segments[b.kind], b, b.first), here, threads
+    )
+    for own in there:
+        kind = own[0].kind
+        coded += _make_there(base.on_device[kind], to.on_device[kind], own, coder, threads)
+    coded.sort(key=lambda one: one[0][:2])
     total = start + sum(padded(b.bytes) for b, _ in coded) + _core.delta_slack
     parts = [pack_head(head, [b for b, _ in coded], total)]
     parts += [body.ljust(padded(len(body)), b"\0") for _, body in coded]
     return bytearray(b"").join([*parts, bytes(_core.delta_slack)])
+
+
+class _Coder:
+    """Encodes blocks, in memory of each thread."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._own = threading.local()
+        self._most = max((b.n for b in blocks), default=0)
+        self._room = max((_core.delta_bound(b.kind, b.n) for b in blocks), default=0)
+
+    def _memory(self) -> tuple[memoryview, memoryview]:
+        if not hasattr(self._own, "work"):
+            self._own.work, self._own.out = _memory(_core.delta_work(self._most)), _memory(self._room)
+        return self._own.work, self._own.out
+
+    def encode(self, old: _core.Segments, new: _core.Segments, b: Block, first: int) -> tuple[Block, bytes]:
+        """first: where the block begins in the segments."""
+        work, out = self._memory()
+        checksum, size = _core.delta_encode(old, new, b.kind, first, b.n, work, out)
+        return b._replace(checksum=checksum, bytes=size), bytes(out[:size])
+
+    def encode_copies(self, b: Block, *copies: torch.Tensor) -> tuple[Block, bytes]:
+        """Of the elements of a block."""
+        places = [address(x, "a copy", x.dtype, x.numel()) for x in copies]
+        old, new = (_core.Segments([place], [b.n]) for place in places)
+        return self.encode(old, new, b, 0)
+
+    def encode_found(self, found: Found) -> tuple[Block, bytes | None]:
+        """None: it takes the elements."""
+        work, out = self._memory()
+        b, changes, runs = found.block, _buffer(found.changes), _buffer(found.runs)
+        size = _core.delta_encode_found(b.kind, b.n, changes, found.many, runs, work, out)
+        return (b, None) if size is None else (b._replace(bytes=size), bytes(out[:size]))
+
+
+def _make_there(
+    old: DeviceVector, new: DeviceVector, blocks: Sequence[Block], coder: _Coder, threads: int | None
+) -> list[tuple[Block, bytes]]:
+    """The bodies of blocks on a device. One of which too much changes is copied to the host, and encoded as
+    those of the CPU are."""
+    coded: list[tuple[Block, bytes]] = []
+    for some in ranges(blocks):
+        bodies = _each(coder.encode_found, new.find(old, some), threads)
+        coded += [(b, body) for b, body in bodies if body is not None]
+        copies = [(b, old.fetch(b), new.fetch(b)) for b, body in bodies if body is None]
+        coded += _each(lambda one: coder.encode_copies(*one), copies, threads)
+    return coded
+
+
+def _buffer(x: torch.Tensor) -> memoryview:
+    return memoryview(x.numpy())  # type: ignore[arg-type]
 
 
 def _memory(size: int) -> memoryview:
@@ -169,8 +221,9 @@ def apply(
 
     All of the delta is checked before anything is written: its structure, and the checksum that the result
     will have. DeltaError says that it is damaged, or was made from other weights; nothing has changed then.
-    Tensors that are not contiguous, or on a GPU, are changed in a copy on the CPU and written back at the
-    end. The weights must not change during the call.
+    Tensors that are not contiguous are changed in a copy and written back at the end; so are those on a GPU,
+    in a copy on the CPU, if others of the same form are elsewhere. The weights must not change during the
+    call.
     """
     message = parse(view(delta))
     base = leaves(weights, "weights")
@@ -194,15 +247,23 @@ def write(
 ) -> None:
     """Checks a message against `base`, whose tensors fit, and writes `target`. begin: called in between."""
     table = message.head.tensors
-    vectors = Vectors(table, base)
-    _each(lambda b: _check(message, vectors, b), message.blocks, threads)
+    vectors = Vectors(table, base, devices(table, base))
+    here, there = vectors.split(message.blocks)
+    _each(lambda b: _check(message, vectors, b), here, threads)
+    for own in there:
+        for some in ranges(own):
+            _check_there(message, vectors, some, threads)
     begin()
     if target is not base:
         for name, leaf in target.items():
             if not message.head.full:
                 leaf.tensor.copy_(base[name].tensor)
-        vectors = Vectors(table, target)
-    _each(lambda b: _call(_core.delta_apply, message, vectors, b), message.blocks, threads)
+        vectors = Vectors(table, target, devices(table, target))
+        here, there = vectors.split(message.blocks)
+    _each(lambda b: _call(_core.delta_apply, message, vectors, b), here, threads)
+    for own in there:
+        for some in ranges(own):
+            _apply_there(message, vectors, some, threads)
     vectors.put_back()
 
 
@@ -210,11 +271,13 @@ def _call(what: Callable[..., None], message: Message, vectors: Vectors, b: Bloc
     what(vectors.segments[b.kind], b.kind, b.first, b.n, message.data, b.offset, b.bytes, b.checksum)
 
 
-def _check(message: Message, vectors: Vectors, b: Block) -> None:
+@contextmanager
+def _judged(message: Message, vectors: Vectors, b: Block) -> Iterator[None]:
+    """Names the tensors of a block at fault."""
     if message.head.full and b.bytes != _core.delta_bytes(b.kind, b.n):
         raise DeltaError("the message is damaged: not all elements are in it; nothing was changed")
     try:
-        _call(_core.delta_check, message, vectors, b)
+        yield
     except CorruptPayloadError as e:
         raise DeltaError(
             f"the message is damaged, at {vectors.named(*b[:3])}: {e}; nothing was changed"
@@ -224,3 +287,40 @@ def _check(message: Message, vectors: Vectors, b: Block) -> None:
         raise DeltaError(
             f"the message {why}, at {vectors.named(*b[:3])}: {e}; nothing was changed. Send a full message"
         ) from e
+
+
+def _check(message: Message, vectors: Vectors, b: Block) -> None:
+    with _judged(message, vectors, b):
+        _call(_core.delta_check, message, vectors, b)
+
+
+def _changes(message: Message, b: Block) -> torch.Tensor | None:
+    """The changes of a body; None if it holds the elements, which are what they should be."""
+    room = torch.empty(b.n, dtype=torch.int64, device="cpu")  # what is not written takes no memory
+    count = _core.delta_changes(b.kind, b.n, message.data, b.offset, b.bytes, b.checksum, _buffer(room))
+    return None if count is None else room[:count]
+
+
+def _check_there(message: Message, vectors: Vectors, some: Sequence[Block], threads: int | None) -> None:
+    def checked(b: Block) -> torch.Tensor | None:
+        with _judged(message, vectors, b):
+            return _changes(message, b)
+
+    changes = _each(checked, some, threads)
+    if all(x is None for x in changes):
+        return
+    sums = vectors.on_device[some[0].kind].sums(some, changes)
+    for b, own, checksum in zip(some, changes, sums, strict=True):
+        if own is not None and checksum != b.checksum:
+            with _judged(message, vectors, b):
+                raise MismatchError("the result would have another checksum than the sender's")
+
+
+def _apply_there(message: Message, vectors: Vectors, some: Sequence[Block], threads: int | None) -> None:
+    vector = vectors.on_device[some[0].kind]
+    changes = _each(lambda b: _changes(message, b), some, threads)
+    vector.change(some, changes)
+    for b, own in zip(some, changes, strict=True):
+        if own is None:
+            elements = message.data[b.offset + _core.delta_elements : b.offset + b.bytes]
+            vector.put(b, torch.frombuffer(bytearray(elements), dtype=torch.uint8))  # torch warns of bytes

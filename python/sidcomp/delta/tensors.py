@@ -8,7 +8,8 @@ import torch
 from sidcomp import core as _core
 from sidcomp.address import address
 from sidcomp.config.grouping import shorten
-from sidcomp.delta.message import DTYPES, Tensor
+from sidcomp.delta.device import DeviceVector, usable
+from sidcomp.delta.message import DTYPES, Block, Tensor
 from sidcomp.errors import DeltaError
 
 Weights = Mapping[str, torch.Tensor] | torch.Tensor
@@ -163,28 +164,56 @@ def fit(table: Sequence[Tensor], there: dict[str, Leaf], what: str) -> None:
             raise DeltaError(f"{what}: {both} here, but not where the message is from; pass copies")
 
 
-def flat(leaf: Leaf) -> torch.Tensor:
-    """Its elements in the memory of the CPU, one after the other: the tensor itself, or a copy."""
+def devices(table: Sequence[Tensor], *sides: dict[str, Leaf]) -> dict[int, torch.device]:
+    """The device that has all tensors of a kind, on all sides. Other kinds are copied to the CPU."""
+    found: dict[int, set[torch.device | None]] = {}
+    for t in (t for t in table if t.same is None and t.n):
+        for x in (side[t.name].tensor for side in sides):
+            found.setdefault(t.kind, set()).add(x.device if usable(x) else None)
+    return {kind: one for kind, (one, *more) in found.items() if one is not None and not more}
+
+
+def flat(leaf: Leaf, device: torch.device | None = None) -> torch.Tensor:
+    """Its elements in the memory of a device, None: of the CPU, one after the other: the tensor itself, or a
+    copy."""
     x = leaf.tensor
-    return x if x.is_cpu and x.is_contiguous() and not (x.is_neg() or x.is_conj()) else _copy(x)
+    there = x.is_cpu if device is None else x.device == device
+    if there and x.is_contiguous() and not (x.is_neg() or x.is_conj()):
+        return x
+    plain = x.resolve_conj().resolve_neg()
+    return plain.to(device or "cpu", memory_format=torch.contiguous_format, copy=True)
 
 
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    return x.resolve_conj().resolve_neg().to("cpu", memory_format=torch.contiguous_format, copy=True)
+def home(leaf: Leaf) -> torch.device | None:
+    """Where a copy of it is kept; None: on the CPU."""
+    return leaf.tensor.device if usable(leaf.tensor) else None
 
 
 class Vectors:
-    """The memory of the tensors of a table, for the core: for each kind one list of segments. Tensors that
-    are not contiguous on the CPU are in a copy; `put_back` writes those copies to the tensors."""
+    """The memory of the tensors of a table, for the core: for each kind one list of segments, or a vector on
+    the device that `where` has for the kind. Tensors that are not contiguous there are in a copy; `put_back`
+    writes those copies to the tensors."""
 
-    def __init__(self, table: Sequence[Tensor], there: dict[str, Leaf]) -> None:
+    def __init__(
+        self, table: Sequence[Tensor], there: dict[str, Leaf], where: Mapping[int, torch.device]
+    ) -> None:
         self._table, self._there = table, there
-        self._flat = {t.name: flat(there[t.name]) for t in table if t.same is None}
-        self.segments = {}
+        self._flat = {t.name: flat(there[t.name], where.get(t.kind)) for t in table if t.same is None}
+        self.segments: dict[int, _core.Segments] = {}
+        self.on_device: dict[int, DeviceVector] = {}
         for kind in {t.kind for t in table}:
             own = [t for t in table if t.same is None and t.kind == kind and t.n]
+            if kind in where:
+                tensors = [self._flat[t.name] for t in own]
+                self.on_device[kind] = DeviceVector(kind, tensors, [t.n for t in own])
+                continue
             places = [address(x := self._flat[t.name], str(there[t.name]), x.dtype, x.numel()) for t in own]
             self.segments[kind] = _core.Segments(places, [t.n for t in own])
+
+    def split(self, blocks: Sequence[Block]) -> tuple[list[Block], list[list[Block]]]:
+        """Those on the CPU, and on devices those of each kind."""
+        there = [[b for b in blocks if b.kind == kind] for kind in self.on_device]
+        return [b for b in blocks if b.kind in self.segments], there
 
     def named(self, kind: int, first: int, n: int) -> str:
         """The tensors of some elements of a kind, for a message."""
