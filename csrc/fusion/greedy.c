@@ -122,8 +122,8 @@ int sid_is_affine(const sid_problem *p, uint32_t method) {
     const sid_method *m = &p->in->methods[method];
     const int64_t total = p->size[p->in->n];
     line h, g;
-    return p->in->n_methods == 1 && !m->decode.n && !p->in->slowdown_permille && !m->delay.n && is_line(&m->encode, total, &h) && !h.rise.rest &&
-           is_line(&m->exchange, total, &g) && !g.rise.rest;
+    return p->in->n_methods == 1 && !m->decode.n && !p->in->slowdown_permille && !m->delay.n &&
+           is_line(&m->encode, total, &h) && !h.rise.rest && is_line(&m->exchange, total, &g) && !g.rise.rest;
 }
 
 /* A rising line through the curve at about half and twice `size` bytes. */

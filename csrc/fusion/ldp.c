@@ -75,8 +75,8 @@ static void set_rest(ldp *s) {
                 const int64_t *after = s->rest + (size_t)e * s->n_weights;
                 for (uint32_t k = 0; k < s->n_weights; k++) {
                     const weights w = s->w[k];
-                    const int64_t sum = w.main * h + w.link * (c.exchange + c.delay) +
-                                        (w.decode + (in->decode_main ? w.main : 0)) * d;
+                    const int64_t sum =
+                        w.main * h + w.link * (c.exchange + c.delay) + (w.decode + (in->decode_main ? w.main : 0)) * d;
                     r[k] = sid_min(r[k], after[k] + sum);
                 }
                 s->rest_link[i] = sid_min(s->rest_link[i], s->rest_link[e] + c.exchange + c.delay);

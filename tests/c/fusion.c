@@ -408,8 +408,7 @@ void test_fuse_timeline(void) {
             last = r->exchange.end > last ? r->exchange.end : last;
             last = decode && r->decode.end > last ? r->decode.end : last;
         }
-        if (!t.in.decode_main)
-            CHECK(last == time, "ends at %lld, time %lld", (long long)last, (long long)time);
+        if (!t.in.decode_main) CHECK(last == time, "ends at %lld, time %lld", (long long)last, (long long)time);
     }
 }
 

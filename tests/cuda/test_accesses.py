@@ -53,7 +53,7 @@ def test_no_access_races(codec: str, memory: str, settings: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("bits", [1.0, 1.5])
 def test_no_access_races_around_a_stream_that_sends_nothing(bits: float) -> None:
-    """It has no word of its own, so it must not store the half that its neighbors leave of a word of 32 bits."""
+    """It has no word of its own, so it must not store half of a word that its neighbors share."""
     mask = np.repeat(np.array([0, 1, 0, 0, 1, 1], np.float32), 16384)
     one_of_each("deadzone", "residual", {"bits": bits}, (0, len(mask)), mask)
 
