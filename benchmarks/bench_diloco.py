@@ -1,0 +1,344 @@
+"""DiLoCo tuned as its authors tune it, and sidcomp's updates beside it at equal bytes and equal tokens.
+
+    python -m benchmarks.bench_diloco --save                 # 0.25 million parameters: about two hours
+    python -m benchmarks.bench_diloco --save --minutes 60    # starts no run after an hour; call it again
+    python -m benchmarks.bench_diloco --save --width 128 --seeds 3  # a million parameters
+
+A transformer over bytes reads 20 bytes a parameter, without repeats, of the Python sources of torch. All ways
+read the same batches: plain DDP as one process (the sums are those of an all-reduce), the others as ranks
+that exchange through Gloo. AdamW, betas 0.9 and 0.95, decay 0.1, clipped at 1, 5 % warm-up, and a cosine to
+a tenth.
+
+Tuning: each of plain DDP, DiLoCo on one rank and DiLoCo on four takes the best of inner rates a factor of two
+apart, widened until the best is not at an edge. DiLoCo's outer rates are 0.2, 0.4, 0.6, 0.8 and 1, with
+Nesterov momentum 0.9, and its inner rates are tried at the best of these. Beside them stands what the scaling
+laws of DiLoCo's authors (arXiv:2503.09799) predict for this size. sidcomp's rows take plain DDP's rate: they
+are not tuned. Tuning takes seed 0; the rows are the mean of --seeds. A second measure: each result is then
+trained on as one process, on C++ (the headers of torch), and compared again.
+
+With --save each run is written as it ends to benchmarks/results/diloco-WIDTH.json.
+"""
+
+import hashlib
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sidcomp
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn import functional as F
+
+from benchmarks.common import RESULTS, command, machine, report, write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from flags import computes_in_bfloat16
+from tasks import GPTModel
+
+LAYERS, HEADS, TIME, STREAMS = 5, 4, 128, 32
+HELD = 512  # windows of TIME bytes
+FURTHER = 100  # steps on another text
+EVERY = 30
+INNER = (0.002, 0.004, 0.008)
+OUTER = (0.2, 0.4, 0.6, 0.8, 1.0)
+LAW = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}  # 0: plain DDP
+PLAIN = "plain DDP"
+TWICE = sidcomp.Options(exchange="twoshot")
+
+
+class Way(NamedTuple):
+    """The arguments of sidcomp.compress. bytes: the share of plain DDP's that it is a row of."""
+
+    codec: str
+    how: dict[str, Any]
+    bytes: str = ""
+
+
+def nesterov(rate: float) -> dict[str, Any]:
+    return {"every": EVERY, "outer": partial(torch.optim.SGD, lr=rate, momentum=0.9, nesterov=True)}
+
+
+OURS = {
+    "updates, topk": Way("topk", {"ratio": 30}, "1/30"),
+    "updates, int4, every 4": Way("int4", {"every": 4, "options": TWICE}, "1/30"),
+    "updates, 1/100": Way("auto", {"ratio": 100}, "1/100"),
+    "updates, int4, every 13": Way("int4", {"every": 13, "options": TWICE}, "1/100"),
+    "updates, 1 bit, every 32": Way("deadzone", {"bits": 1.0, "every": 32, "options": TWICE}, "1/1000"),
+    **{
+        f"SparseLoCo, outer rate {rate:g}": Way(
+            "topk",
+            {
+                "ratio": 128, "values": "log2", "indices": "packed", "beta": 0.95, "every": EVERY,
+                "outer": partial(torch.optim.SGD, lr=rate),
+            },
+            "1/1000",
+        )
+        for rate in (0.4, 0.65, 1.0)
+    },
+}  # fmt: skip
+
+
+class Cell(NamedTuple):
+    """A run. ranks: 0 of plain DDP. outer: DiLoCo's rate, 0 of other ways."""
+
+    way: str
+    ranks: int
+    inner: float
+    outer: float = 0.0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        outer = f", outer {self.outer:g}" if self.outer else ""
+        ranks = f", {self.ranks} ranks" if self.ranks else ""
+        return f"{self.way}{ranks}, rate {self.inner:g}{outer}, seed {self.seed}"
+
+
+def texts(kind: str) -> tuple[bytes, bytes]:
+    """To train on, and held out: one file in 50, by its name. Files of over 200 KB are mostly tables."""
+    root = Path(torch.__file__).parent
+    train, held = [], []
+    for file in sorted(root.rglob(kind)):
+        if file.stat().st_size <= 200_000:
+            out = hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()[0] % 50 == 0
+            (held if out else train).append(file.read_bytes())
+    return b"".join(train), b"".join(held)
+
+
+def size(width: int) -> int:
+    """Parameters that are not embeddings."""
+    return 12 * LAYERS * width**2
+
+
+class Data:
+    """`STREAMS` streams of text, of which a rank reads its share, and the held-out windows."""
+
+    def __init__(self, kind: str, steps: int, rank: int = 0, world: int = 1) -> None:
+        train, held = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in texts(kind))
+        length = steps * TIME + 1
+        if len(train) < STREAMS * length:
+            raise SystemExit(f"{len(train):,} bytes of text are too few for {STREAMS} x {length:,}")
+        streams = train[: len(train) // STREAMS * STREAMS].view(STREAMS, -1)[:, :length]
+        self.streams = streams.chunk(world)[rank]
+        starts = torch.arange(HELD) * (len(held) // HELD)
+        self.held = held[starts[:, None] + torch.arange(TIME + 1)].chunk(world)[rank]
+
+    def loss(self, model: torch.nn.Module, x: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=computes_in_bfloat16("cpu")):
+            logits, _ = model(x[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten().long(), reduction=reduction)
+
+    def held_out(self, model: torch.nn.Module) -> torch.Tensor:
+        """The sum over this rank's windows, in nats."""
+        model.eval()
+        with torch.no_grad():
+            return torch.stack([self.loss(model, x, "sum").double() for x in self.held.split(64)]).sum()
+
+
+def train(model: torch.nn.Module, data: Data, rate: float, steps: int, seed: int, way: Way | None) -> Any:
+    """AdamW over the data's windows in an order of this seed. Returns the run; None: of one process."""
+    adamw = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    run = sidcomp.compress(model, adamw, way.codec, **way.how) if way is not None else None
+    warm = max(1, steps // 20)
+    order = torch.randperm(steps, generator=torch.Generator().manual_seed(seed)).tolist()
+    for step, window in enumerate(order):
+        cosine = 0.55 + 0.45 * math.cos(math.pi * max(0, step - warm) / (steps - warm))
+        adamw.param_groups[0]["lr"] = rate * min((step + 1) / warm, cosine)
+        adamw.zero_grad()
+        data.loss(model, data.streams[:, window * TIME : (window + 1) * TIME + 1]).backward()
+        if run is None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            run.clip_grad_norm_(1.0)
+        adamw.step()
+    return run
+
+
+def rank_main(rank: int, world: int, file: str, width: int, steps: int, cell: Cell, out: str) -> None:
+    torch.set_num_threads(1 if world > 1 else 2)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    data = Data("*.py", steps, rank, world)
+    torch.manual_seed(cell.seed)
+    model = GPTModel(width, LAYERS, HEADS, TIME)
+    way = None
+    if cell.ranks:
+        way = Way("none", nesterov(cell.outer)) if cell.outer else OURS[cell.way]
+    run = train(model, data, cell.inner, steps, cell.seed, way)
+    found = {"ratio": 1.0, "apart": 0.0}
+    if run is not None:
+        found["apart"] = run.updates.apart()
+        ring = 2 * (world - 1) / world * 4 * sum(p.numel() for p in model.parameters())
+        found["ratio"] = ring * steps / max(1, run.stats()["wire_bytes"])
+        run.average()
+        run.close()
+    total = data.held_out(model)
+    dist.all_reduce(total)
+    found["loss"] = total.item() / (HELD * TIME)
+    if rank == 0:
+        other = Data("*.h", FURTHER)
+        train(model.train(), other, cell.inner / 4, FURTHER, cell.seed, None)
+        found["further"] = other.held_out(model).item() / (HELD * TIME)
+        Path(out).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Runs:
+    """What was measured, by cell."""
+
+    def __init__(self, width: int, save: bool) -> None:
+        self.width, self.save = width, save
+        self.file = RESULTS / f"diloco-{width}.json"
+        self.steps = 20 * size(width) // (STREAMS * TIME)
+        self.record: dict[str, Any] = {
+            "steps": self.steps,
+            "bfloat16": computes_in_bfloat16("cpu"),
+            "found": {},
+        }
+        if save and self.file.exists():
+            kept = json.loads(self.file.read_text())
+            for name in ("steps", "bfloat16"):
+                if kept[name] != self.record[name]:
+                    raise ValueError(f"{self.file.name} has {name} {kept[name]}, not {self.record[name]}")
+            self.record = kept
+        self.found: dict[str, dict[str, float]] = self.record["found"]
+
+    def loss(self, cell: Cell) -> float | None:
+        return self.found[str(cell)]["loss"] if str(cell) in self.found else None
+
+    def best(self, cells: list[Cell]) -> Cell:
+        return min(cells, key=lambda cell: self.found[str(cell)]["loss"])
+
+    def measure(self, cell: Cell) -> None:
+        world = max(1, cell.ranks)
+        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+            out, begun = f"{folder}/out.json", time.monotonic()
+            mp.start_processes(
+                rank_main, (world, f"{folder}/store", self.width, self.steps, cell, out), nprocs=world
+            )
+            self.found[str(cell)] = json.loads(Path(out).read_text())
+        of = self.found[str(cell)]
+        took = time.monotonic() - begun
+        print(
+            f"{cell}: {of['loss']:.4f} (then {of['further']:.4f}), 1/{of['ratio']:.1f} of the bytes, "
+            f"{took:.0f} s",
+            flush=True,
+        )
+        self.record["machine"] = machine()
+        if self.save:
+            write(self.file, self.record)
+
+
+def widened(runs: Runs, like: Cell, inner: list[float]) -> Iterator[Cell]:
+    """Cells of these inner rates, and of further ones until the best is not at an edge."""
+    while True:
+        cells = [like._replace(inner=rate) for rate in inner]
+        if missing := [cell for cell in cells if runs.loss(cell) is None]:
+            yield missing[0]
+            continue
+        best = runs.best(cells).inner
+        if best == min(inner):
+            inner.append(best / 2)
+        elif best == max(inner):
+            inner.append(best * 2)
+        else:
+            return
+
+
+def plan(runs: Runs, ranks: list[int], seeds: int, inner: list[float]) -> Iterator[Cell]:
+    """The runs that are missing, one after the other. Afterwards `tuned` tells the best."""
+    yield from widened(runs, Cell(PLAIN, 0, 0.0), inner)
+    plain = runs.best([Cell(PLAIN, 0, rate) for rate in inner])
+    tuned = [plain]
+    for world in ranks:
+        cells = [Cell("DiLoCo", world, plain.inner, rate) for rate in OUTER]
+        yield from (cell for cell in cells if runs.loss(cell) is None)
+        near = [plain.inner / 2, plain.inner, plain.inner * 2]
+        yield from widened(runs, runs.best(cells), near)
+        tuned.append(runs.best([runs.best(cells)._replace(inner=rate) for rate in near]))
+    for seed in range(seeds):
+        for cell in (*tuned, *(Cell(way, ranks[-1], plain.inner) for way in OURS)):
+            if runs.loss(of_seed := cell._replace(seed=seed)) is None:
+                yield of_seed
+    runs.record["tuned"] = [list(cell[:-1]) for cell in tuned]
+
+
+def predicted(width: int, ranks: int) -> float:
+    def law(of: int) -> float:
+        a, power = LAW[of]
+        return a * size(width) ** power
+
+    return law(ranks) / law(0) - 1
+
+
+def rows(runs: Runs, seeds: int) -> list[dict[str, Any]]:
+    tuned = [Cell(*values) for values in runs.record["tuned"]]
+    plain, ranks = tuned[0], tuned[-1].ranks
+    out = []
+    for cell in (*tuned, *(Cell(way, ranks, plain.inner) for way in OURS)):
+        mine, dense = ([runs.found[str(c._replace(seed=s))] for s in range(seeds)] for c in (cell, plain))
+        more, further = (
+            [100 * (x[of] / y[of] - 1) for x, y in zip(mine, dense, strict=True)]
+            for of in ("loss", "further")
+        )
+        out.append(
+            {
+                "way": cell.way,
+                "ranks": str(cell.ranks or ""),
+                "inner, outer rate": f"{cell.inner:g}" + (f", {cell.outer:g}" if cell.outer else ""),
+                "dense bytes / sent bytes": f"{runs.found[str(cell)]['ratio']:.1f}" if cell.ranks > 1 else "",
+                "validation loss": f"{sum(x['loss'] for x in mine) / seeds:.4f}",
+                "over plain DDP": f"{sum(more) / seeds:+.2f} %",
+                "each seed": ", ".join(f"{x:+.2f}" for x in more),
+                "trained further": f"{sum(further) / seeds:+.2f} %",
+                "replicas apart": f"{100 * mine[0]['apart']:.2f} %" if cell.ranks else "",
+                "law": f"{100 * predicted(runs.width, cell.ranks):+.1f} %" if cell.outer else "",
+            }
+        )
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = command("bench_diloco", __doc__)
+    add = parser.add_argument
+    add("--width", type=int, default=64, help="of the model (default 64; 128: a million parameters)")
+    add(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[1, 4],
+        help="of DiLoCo; the last also of sidcomp (default 1 4)",
+    )
+    add("--seeds", type=int, default=1, help="of the rows: 0, 1, ... (default 1)")
+    add("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
+    add("--save", action="store_true", help="keep the results in benchmarks/results")
+    args = parser.parse_args(argv)
+    if unknown := [n for n in args.ranks if n not in LAW or not n]:
+        parser.error(f"--ranks {unknown[0]}: the law is known of {', '.join(str(n) for n in LAW if n)}")
+    runs, begun = Runs(args.width, args.save), time.monotonic()
+    for cell in plan(runs, args.ranks, args.seeds, list(INNER)):
+        if time.monotonic() - begun > 60 * args.minutes:
+            print("out of time; call it again to go on")
+            return 0
+        runs.measure(cell)
+    note = (
+        f"{size(args.width):,} parameters without embeddings, {runs.steps:,} steps of {STREAMS} x {TIME} "
+        f"bytes, 20 a parameter, in {'bfloat16' if runs.record['bfloat16'] else 'float32'}. Every {EVERY} "
+        "steps: DiLoCo and SparseLoCo. Law: arXiv:2503.09799 for this size. Over plain DDP: the mean of what "
+        f"each seed loses. {len(runs.found)} runs, of which tuning took those of seed 0."
+    )
+    table = rows(runs, args.seeds)
+    report("", "DiLoCo, tuned, and sidcomp at equal tokens", table, note, None)
+    if args.save:
+        write(runs.file, {**runs.record, "title": "DiLoCo, tuned, and sidcomp", "note": note, "rows": table})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
