@@ -124,7 +124,7 @@ pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (20 << 20), resource.RLIM_INFINITY))
 calls = {
     "Segments": lambda: _core.Segments(numbers, numbers),
-    "Instance": lambda: _core.Instance(0, numbers, numbers, [], 0, [], 0, 0, False),
+    "Instance": lambda: _core.Instance(0, numbers, numbers, [], 0, [], 0, False),
 }
 for name, call in calls.items():
     try:
