@@ -26,19 +26,9 @@ from sidcomp import _core
 
 torch = pytest.importorskip("torch")
 
-EMULATED = _core.cuda_archs == "emulated"
+from kernels import EMULATED, why_not  # noqa: E402
+
 DEVICE = "cpu" if EMULATED else "cuda"
-
-
-def why_not() -> str:
-    if EMULATED:
-        return ""
-    if not _core.cuda_built:
-        return "sidcomp is built without CUDA"
-    count, reason = _core.cuda_devices()
-    if not count:
-        return f"no GPU: {reason}"
-    return "" if torch.cuda.is_available() else "this torch sees no GPU"
 
 
 if reason := why_not():

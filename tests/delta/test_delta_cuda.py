@@ -14,6 +14,7 @@ import delta_reference as ref
 import numpy as np
 import pytest
 import torch
+from kernels import EMULATED, why_not
 from sidcomp import _core, core, delta
 from sidcomp.delta import coding, device, tensors
 from sidcomp.delta.device import DeviceVector
@@ -25,22 +26,10 @@ from test_delta_blocks import KINDS, pair
 from test_delta_chain import Fault, move
 from test_delta_message import copied, mutations, same, some_weights
 
-EMULATED = _core.cuda_archs == "emulated"
 DEVICE = torch.device("cpu") if EMULATED else torch.device("cuda", 0)
 GUARD = 64  # elements around each segment
 Tensor = torch.Tensor
 Weights = dict[str, Tensor]
-
-
-def why_not() -> str:
-    if EMULATED:
-        return ""
-    if not _core.cuda_built:
-        return "sidcomp is built without CUDA"
-    count, reason = _core.cuda_devices()
-    if not count:
-        return f"no GPU: {reason}"
-    return "" if torch.cuda.is_available() else "this torch sees no GPU"
 
 
 if reason := why_not():
