@@ -30,7 +30,8 @@ static found found_in(void *work, uint32_t n) {
     return (found){.gap = gap, .step = gap + all, .symbol = (uint8_t *)(gap + 2 * (size_t)all), .room = room};
 }
 
-static inline uint32_t length_of(uint32_t z) { return z ? 32u - (uint32_t)__builtin_clz(z) : 0; }
+/* Of z in 2 z + sign: the first bit of zz | 1, 2 z + 1, stands one higher than that of z. */
+static inline uint32_t length_of(uint32_t zz) { return 31u - (uint32_t)__builtin_clz(zz | 1u); }
 
 /* The changes of a tile, whose first element is `from`. */
 static inline void take_as(found *f, const uint8_t *old, const uint8_t *now, const uint16_t *place, uint32_t count,
@@ -45,7 +46,7 @@ static inline void take_as(found *f, const uint8_t *old, const uint8_t *now, con
         gap[j] = from + i - next;
         step[j] = zz;
         next = from + i + 1;
-        many[j & 1][zz & 1][length_of(zz >> 1)]++;
+        many[j & 1][zz & 1][length_of(zz)]++;
     }
     for (uint32_t sign = 0; sign < 2 && count; sign++)
         for (uint32_t i = 0; i < LENGTHS; i++) f->lengths[sign][i] += many[0][sign][i] + many[1][sign][i];
@@ -83,7 +84,7 @@ static int take_run(found *f, const sid_delta_change *c, uint32_t count, const s
         f->gap[f->count] = c[j].at - f->next;
         f->step[f->count++] = c[j].step;
         f->next = c[j].at + 1;
-        f->lengths[c[j].step & 1][length_of(c[j].step >> 1)]++;
+        f->lengths[c[j].step & 1][length_of(c[j].step)]++;
     }
     return 1;
 }
@@ -151,24 +152,22 @@ static model best_model(const found *f, uint32_t n, uint32_t mode, uint32_t widt
 
 /* ---- writing ------------------------------------------------------------------------------------------------------- */
 
-typedef struct bits { /* 64 of them at a time */
+/* Bits that are appended. Each call stores 8 bytes, so that it needs no branch; those past the end are not yet written. */
+typedef struct bits {
     uint8_t *to;
     uint64_t word;
-    uint32_t fill;
+    uint32_t fill; /* below 8 */
 } bits;
-static inline void put_bits(bits *b, uint64_t x, uint32_t count) { /* x below 2^count, count below 64 */
+static inline void put_bits(bits *b, uint64_t x, uint32_t count) { /* x below 2^count, count at most 56 */
     b->word |= x << b->fill;
+    memcpy(b->to, &b->word, 8);
     b->fill += count;
-    if (b->fill >= 64) {
-        memcpy(b->to, &b->word, 8);
-        b->to += 8;
-        b->fill -= 64;
-        b->word = b->fill ? x >> (count - b->fill) : 0;
-    }
+    b->to += b->fill / 8;
+    b->word >>= b->fill & ~7u;
+    b->fill %= 8;
 }
-static void end_bits(bits *b) {
-    if (b->fill) memcpy(b->to, &b->word, 8);
-}
+/* What is left of the last word, of 64 bits. */
+static void end_bits(const bits *b) { memcpy(b->to, &b->word, 8); }
 
 static uint64_t words_of(uint64_t bit_count) { return (bit_count + 63) / 64; }
 
@@ -188,8 +187,8 @@ static coding coding_of(const delta_alphabet *a) {
 }
 /* The symbol of a step, whose extra bits go to `to`. */
 static inline uint8_t put_step(const coding *c, uint32_t zz, bits *to) {
-    const uint32_t length = length_of(zz >> 1), count = c->bits[zz & 1][length];
-    if (count) put_bits(to, zz >> c->with_sign & ((1ull << count) - 1), count);
+    const uint32_t length = length_of(zz), count = c->bits[zz & 1][length];
+    put_bits(to, zz >> c->with_sign & ((1ull << count) - 1), count);
     return c->symbol[zz & 1][length];
 }
 
@@ -244,25 +243,39 @@ static uint32_t best_low(const found *f, uint64_t *high) {
     return low;
 }
 
+/* Of each gap's high part: that many zeros and a one. */
+static void put_ones(const found *f, uint32_t low, uint8_t *to, uint32_t words) {
+    uint64_t word = 0, first = 0, at = 0; /* bits; the place of the word's first one, and of the next one */
+    memset(to, 0, 8ull * words);
+    for (uint32_t i = 0; i < f->count; i++, at++) {
+        at += f->gap[i] >> low;
+        if (at - first >= 64) {
+            memcpy(to + first / 8, &word, 8);
+            first = at & ~63ull;
+            word = 0;
+        }
+        word |= 1ull << at % 64;
+    }
+    memcpy(to + first / 8, &word, 8);
+}
+
 static uint64_t write_sparse(const sid_simd *v, const sid_delta_block *b, const found *f, uint8_t *out) {
     const model m = best_model(f, b->n, DELTA_SPARSE, delta_width(b->kind));
     const coding c = coding_of(&m.a);
-    uint64_t high = 0, at = 0;
+    uint64_t high = 0;
     delta_head h = head_of(DELTA_SPARSE, f, &m);
     h.low = (uint8_t)best_low(f, &high);
     h.high = (uint32_t)words_of(f->count + high);
     const uint64_t lows = words_of((uint64_t)f->count * h.low);
     if (!shorter(b, &m, lows + h.high + h.extra)) return 0;
     uint8_t *low = put_head(out, &h, &m), *ones = low + 8 * lows, *extra = ones + 8ull * h.high;
+    uint8_t *const symbol = f->symbol;
+    const uint32_t *const gap = f->gap, *const step = f->step;
     bits to_low = {.to = low}, to_extra = {.to = extra};
-    memset(ones, 0, 8ull * h.high);
-    for (uint32_t i = 0; i < f->count; i++, at++) {
-        put_bits(&to_low, f->gap[i] & ((1u << h.low) - 1), h.low);
-        at += f->gap[i] >> h.low;
-        ones[at / 8] = (uint8_t)(ones[at / 8] | 1u << at % 8);
-        f->symbol[i] = put_step(&c, f->step[i], &to_extra);
-    }
+    for (uint32_t i = 0; i < f->count && h.low; i++) put_bits(&to_low, gap[i] & ((1u << h.low) - 1), h.low);
     end_bits(&to_low);
+    put_ones(f, h.low, ones, h.high);
+    for (uint32_t i = 0; i < f->count; i++) symbol[i] = put_step(&c, step[i], &to_extra);
     end_bits(&to_extra);
     return (
         uint64_t)(put_code(v, &m, f->symbol, f->count, extra + 8ull * h.extra, out + sid_delta_bound(b->kind, b->n)) -
