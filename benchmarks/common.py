@@ -3,12 +3,14 @@
 import argparse
 import importlib
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +23,9 @@ from sidcomp import _core
 from benchmarks import compact_json, payloads
 from benchmarks.compact_json import RESULTS, cell
 
-__all__ = ["RESULTS", "cell", "machine", "race", "ratio", "report", "summary", "version", "write"]
+__all__ = [
+    "RESULTS", "cell", "machine", "race", "ratio", "report", "side_by_side", "summary", "version", "write",
+]  # fmt: skip
 
 
 def command(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -71,20 +75,30 @@ def ratio(over: Timing, under: Timing, factor: float = 1.0) -> str:
     return f"{low:.2f} to {high:.2f}"
 
 
+def side_by_side(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """What `call`, a function of a module, returns for each of these: one process for each core. For what is
+    not timed."""
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        return [future.result() for future in [pool.submit(call, *each) for each in arguments]]
+
+
 def race(
     runners: Mapping[str, Callable[[], object]],
     repeats: int,
     warmup: int = 2,
     before: Callable[[int], object] = lambda turn: None,
 ) -> dict[str, Timing]:
-    """Times each runner `repeats` times, in turn, so that what disturbs the machine meets all alike.
-    `before`, which is not timed, is called with the number of each turn."""
+    """Times each runner `repeats` times, in turn, so that what disturbs the machine meets all alike. Each
+    turn begins with another one: the first may find that what all read is in no cache. `before`, which is not
+    timed, is called with the number of each turn."""
     times: dict[str, list[float]] = {name: [] for name in runners}
+    names = list(runners)
     for i in range(warmup + repeats):
         before(i)
-        for name, run in runners.items():
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
-            run()
+            runners[name]()
             if i >= warmup:
                 times[name].append((time.perf_counter() - start) * 1e3)
     return {name: summary(t) for name, t in times.items()}

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.common import RESULTS, race, report
 from benchmarks.netlab.replay import record
-from benchmarks.papers.redsync_selection import POOL, Codec, top_k
+from benchmarks.papers.redsync_selection import POOL, WARM, Codec, top_k, turned
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from tasks import TASKS
@@ -49,7 +49,7 @@ def run(sizes: dict[str, int], ratios: list[float], repeats: int) -> list[dict[s
         runners: dict[str, Callable[[], object]] = {
             "torch top-k": lambda k=k, tensors=tensors: top_k(next(tensors), k)
         }
-        runners |= {codec: Codec(of, ratio, codec, fresh=False) for codec in CODECS}
+        runners |= {c: Codec(turned(of, i), ratio, c, fresh=False) for i, c in enumerate(CODECS, 1)}
         took = race(runners, repeats)
         row = {"vector": name, "elements": f"{n:,}", "ratio": f"{ratio:g}"}
         row["torch top-k, ms"] = str(took["torch top-k"])
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     exact = [float(row["topk / torch top-k"]) for row in rows]
     note = (
         f"Speed-up of a compression over torch.topk, and over sidcomp's own top-k; median [quartiles] of "
-        f"{args.repeats}, one thread, no residual, each codec after 24 calls. The exact top-k is "
+        f"{args.repeats}, one thread, no residual, each codec after {WARM} calls. The exact top-k is "
         f"{min(exact):.0f} to {max(exact):.0f} times as fast as torch.topk (median {median(exact):.0f}). The "
         f"three SIDCo codecs are {min(over):.2f} to {max(over):.2f} times as fast as that top-k (median "
         f"{median(over):.2f}), so an estimated threshold {'saves' if median(over) > 1 else 'does not save'} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -197,3 +198,18 @@ def test_rows_that_replay_gradients_decide_nothing_beside_rows_that_train() -> N
     assert both.text.startswith("up to 1.50 times") and "without computing up to 8.00 times" in both.text
     alone = claims.best_of([replayed], papers=2.0)
     assert alone.outcome == claims.UPPER and alone.text.startswith("without computing up to 8.00 times")
+
+
+def test_each_turn_of_a_race_begins_with_another() -> None:
+    called = ""
+
+    def runner(name: str) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal called
+            called += name
+
+        return call
+
+    found = common.race({name: runner(name) for name in "abc"}, 3, warmup=1)
+    assert called == "abcbcacababc"
+    assert all(len(timing.times) == 3 for timing in found.values())
