@@ -11,13 +11,14 @@ for each layer, dense below 128 KB and in the first 25 steps. The ranks are simu
 import argparse
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.common import RESULTS, report
+from benchmarks.common import RESULTS, report, side_by_side
 from benchmarks.papers import convergence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -42,11 +43,26 @@ def flags_of(system: str, task: str, steps: int, batch: int | None) -> Any:
     return flags.parse("", shlex.split(text))
 
 
-def cell(system: str, task: str, world: int, steps: int, seeds: int, batch: int | None = None) -> list[float]:
-    args = flags_of(system, task, steps, batch)
-    found = [convergence.train(args, world, seed).metric for seed in range(seeds)]
-    print(task, system, batch or "", *(f"{x:.4f}" for x in found), flush=True)
+class Cell(NamedTuple):
+    system: str
+    task: str
+    world: int
+    steps: int
+    batch: int | None = None  # None: the task's
+
+
+def metric(cell: Cell, seed: int) -> float:
+    torch.set_num_threads(1)
+    args = flags_of(cell.system, cell.task, cell.steps, cell.batch)
+    found = convergence.train(args, cell.world, seed).metric
+    print(cell.task, cell.system, cell.batch or "", f"seed {seed}: {found:.4f}", flush=True)
     return found
+
+
+def metrics(cells: list[Cell], seeds: int) -> Iterator[list[float]]:
+    """Of each cell, in order: the metric of each seed."""
+    found = iter(side_by_side(metric, [(cell, seed) for cell in cells for seed in range(seeds)]))
+    return ([next(found) for _ in range(seeds)] for _ in cells)
 
 
 def shown(task: str, values: list[float]) -> str:
@@ -57,20 +73,21 @@ def shown(task: str, values: list[float]) -> str:
 
 
 def networks(seeds: int) -> list[dict[str, Any]]:
+    found = metrics([Cell(s, task, *how) for task, how in NETWORKS.items() for s in SYSTEMS], seeds)
     rows = []
     for task, (world, steps) in NETWORKS.items():
         row = {"task": task, "ranks": str(world), "steps": str(steps), "metric": TASKS[task].metric}
         row["metric"] = "test error, %" if row["metric"] == "accuracy" else row["metric"]
-        rows.append(row | {s: shown(task, cell(s, task, world, steps, seeds)) for s in SYSTEMS})
+        rows.append(row | {s: shown(task, next(found)) for s in SYSTEMS})
     return rows
 
 
 def batches(seeds: int) -> list[dict[str, Any]]:
+    found = metrics([Cell(s, "digits", 4, STEPS, batch) for batch in BATCHES for s in SYSTEMS], seeds)
     rows = []
     for batch in BATCHES:
         row = {"batch, 4 ranks": str(4 * batch), "steps": str(STEPS)}
-        found = {s: cell(s, "digits", 4, STEPS, seeds, batch) for s in SYSTEMS}
-        rows.append(row | {s: shown("digits", values) for s, values in found.items()})
+        rows.append(row | {s: shown("digits", next(found)) for s in SYSTEMS})
     return rows
 
 
@@ -82,7 +99,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/papers-redsync-*")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)
     out = RESULTS if args.save else None
     if "networks" in args.what:
         note = (

@@ -12,6 +12,7 @@ the 5th and 95th percentile: 1.00 is the target, and 0.8 to 1.2 SIDCo's toleranc
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from sidcomp import _core
 
 from benchmarks.bench_codec import block
-from benchmarks.common import RESULTS, report
+from benchmarks.common import RESULTS, report, side_by_side
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from tasks import TASKS
@@ -166,8 +167,8 @@ def asked(name: str, n: int, steps: int, doc: str | None, argv: list[str] | None
     parser.add_argument("--save", action="store_true", help=saved)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    sources: Sources = {kind: lambda kind=kind: drawn(kind, args.n, args.steps) for kind in SYNTHETIC}
-    return args, sources | {t: lambda t=t: recorded(t, args.steps) for t in args.tasks}
+    sources: Sources = {kind: partial(drawn, kind, args.n, args.steps) for kind in SYNTHETIC}
+    return args, sources | {t: partial(recorded, t, args.steps) for t in args.tasks}
 
 
 def run(sources: Sources) -> list[dict[str, Any]]:
@@ -183,23 +184,25 @@ def run(sources: Sources) -> list[dict[str, Any]]:
     return rows
 
 
-def run_under(tasks: Sequence[str], steps: int) -> list[dict[str, Any]]:
+def run_one(name: str, source: Callable[[], list[Array]]) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    return run({name: source})
+
+
+def under_one(task: str, density: float, steps: int) -> dict[str, Any]:
     """Columns: each fitted codec, and sidco's as it was read before: see `contestants`."""
-    rows = []
-    for task in tasks:
-        for density in DENSITIES:
-            row: dict[str, Any] = {"task": task, "density %": density * 100}
-            for c in _core.codecs():
-                names = {p["name"] for p in c["parameters"]}
-                variants = {"": {}} if {"capacity", "density"} <= names else {}
-                if "ratios" in names:
-                    bound = {"quantile": "bound"} if "quantile" in names else {}
-                    variants[" repeated"] = {"ratios": "repeated", "adapt": "printed"} | bound
-                for label, settings in variants.items():
-                    found = under(task, c["name"], settings | {"density": density}, steps)
-                    row[c["name"] + label] = mean_spread(found[SETTLED:])
-            rows.append(row)
-    return rows
+    torch.set_num_threads(1)
+    row: dict[str, Any] = {"task": task, "density %": density * 100}
+    for c in _core.codecs():
+        names = {p["name"] for p in c["parameters"]}
+        variants = {"": {}} if {"capacity", "density"} <= names else {}
+        if "ratios" in names:
+            bound = {"quantile": "bound"} if "quantile" in names else {}
+            variants[" repeated"] = {"ratios": "repeated", "adapt": "printed"} | bound
+        for label, settings in variants.items():
+            found = under(task, c["name"], settings | {"density": density}, steps)
+            row[c["name"] + label] = mean_spread(found[SETTLED:])
+    return row
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -209,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     report(
         "papers-sidco-ratio",
         "Elements that pass the threshold over the target",
-        run(sources),
+        [row for rows in side_by_side(run_one, sources.items()) for row in rows],
         f"Mean over steps {SETTLED} to {args.steps}, 5th and 95th percentile; stages at the end. "
         "What passes is counted before the cut to the payload's capacity.",
         RESULTS if args.save else None,
@@ -221,7 +224,7 @@ def main_under(argv: list[str]) -> None:
     report(
         "papers-sidco-ratio-under",
         "Elements that pass the threshold over the target, in training under the codec",
-        run_under(args.tasks, args.steps),
+        side_by_side(under_one, [(t, d, args.steps) for t in args.tasks for d in DENSITIES]),
         f"One process, error feedback, the codec's own capacity. Mean over steps {SETTLED} to {args.steps}, "
         "5th and 95th percentile. repeated: delta_1 in all stages but the last, equation 15, Algorithm 1's "
         "rule.",
