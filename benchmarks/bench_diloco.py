@@ -1,8 +1,9 @@
 """DiLoCo tuned as its authors tune it, and sidcomp's updates beside it at equal bytes and equal tokens.
 
-    python -m benchmarks.bench_diloco --save                 # 0.25 million parameters: about two hours
+    python -m benchmarks.bench_diloco --save                 # 0.22 million parameters: an hour of two cores
     python -m benchmarks.bench_diloco --save --minutes 60    # starts no run after an hour; call it again
-    python -m benchmarks.bench_diloco --save --width 128 --seeds 3  # a million parameters
+    python -m benchmarks.bench_diloco --save --seeds 3 --ablation
+    python -m benchmarks.bench_diloco --save --width 208     # a million parameters: a day
 
 A transformer over bytes reads 20 bytes a parameter, without repeats, of the Python sources of torch. All ways
 read the same batches: plain DDP as one process (the sums are those of an all-reduce), the others as ranks
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,51 +43,50 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from flags import computes_in_bfloat16
 from tasks import GPTModel
 
-LAYERS, HEADS, TIME, STREAMS = 5, 4, 128, 32
+LAYERS, HEADS, TIME, STREAMS = 2, 2, 64, 64
 HELD = 512  # windows of TIME bytes
 FURTHER = 100  # steps on another text
 EVERY = 30
 INNER = (0.002, 0.004, 0.008)
 OUTER = (0.2, 0.4, 0.6, 0.8, 1.0)
 LAW = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}  # 0: plain DDP
-PLAIN = "plain DDP"
+PLAIN, DILOCO = "plain DDP", "DiLoCo"
 TWICE = sidcomp.Options(exchange="twoshot")
 
 
 class Way(NamedTuple):
-    """The arguments of sidcomp.compress. bytes: the share of plain DDP's that it is a row of."""
+    """The arguments of sidcomp.compress."""
 
-    codec: str
+    codec: str | sidcomp.State
     how: dict[str, Any]
-    bytes: str = ""
-
-
-def nesterov(rate: float) -> dict[str, Any]:
-    return {"every": EVERY, "outer": partial(torch.optim.SGD, lr=rate, momentum=0.9, nesterov=True)}
 
 
 OURS = {
-    "updates, topk": Way("topk", {"ratio": 30}, "1/30"),
-    "updates, int4, every 4": Way("int4", {"every": 4, "options": TWICE}, "1/30"),
-    "updates, 1/100": Way("auto", {"ratio": 100}, "1/100"),
-    "updates, int4, every 13": Way("int4", {"every": 13, "options": TWICE}, "1/100"),
-    "updates, 1 bit, every 32": Way("deadzone", {"bits": 1.0, "every": 32, "options": TWICE}, "1/1000"),
-    **{
-        f"SparseLoCo, outer rate {rate:g}": Way(
-            "topk",
-            {
-                "ratio": 128, "values": "log2", "indices": "packed", "beta": 0.95, "every": EVERY,
-                "outer": partial(torch.optim.SGD, lr=rate),
-            },
-            "1/1000",
-        )
-        for rate in (0.4, 0.65, 1.0)
-    },
-}  # fmt: skip
+    "updates, topk": Way("topk", {"ratio": 30}),
+    "updates, int4, every 4": Way("int4", {"every": 4, "options": TWICE}),
+    "updates, 1/100": Way("auto", {"ratio": 100}),
+    "updates, int4, every 13": Way("int4", {"every": 13, "options": TWICE}),
+    "updates, 1 bit, every 32": Way("deadzone", {"bits": 1.0, "every": 32, "options": TWICE}),
+}
+SPARSE = "SparseLoCo"
+OF_SPARSE = (0.4, 0.65, 1.0)  # outer rates
+ABLATION: dict[str, dict[str, Any]] = {
+    SPARSE: {},
+    "density 0.5 %": {"density": 0.005},
+    "density 3 %": {"density": 0.03},
+    "density 10 %": {"density": 0.1},
+    "values of 4 bits": {"values": "log4"},
+    "values of 32 bits": {"values": "f32"},
+    "decay 0.9": {"beta": 0.9},
+    "no decay": {"beta": 1.0},
+    "no error feedback": {"memory": "none"},
+    "all elements, 2 bits": {"codec": "int2"},
+    "all elements, 1 bit": {"codec": "deadzone"},
+}
 
 
 class Cell(NamedTuple):
-    """A run. ranks: 0 of plain DDP. outer: DiLoCo's rate, 0 of other ways."""
+    """A run. ranks: 0 of plain DDP. outer: the rate of DiLoCo and SparseLoCo, 0 of other ways."""
 
     way: str
     ranks: int
@@ -100,15 +100,42 @@ class Cell(NamedTuple):
         return f"{self.way}{ranks}, rate {self.inner:g}{outer}, seed {self.seed}"
 
 
-def texts(kind: str) -> tuple[bytes, bytes]:
-    """To train on, and held out: one file in 50, by its name. Files of over 200 KB are mostly tables."""
+def sparse(outer: Any, codec: str = "topk", memory: str = "residual", **settings: Any) -> Way:
+    """SparseLoCo but for these settings."""
+    own: dict[str, Any] = {"bits": 1.0} if codec == "deadzone" else {}
+    if codec == "topk":
+        own = {"density": 1 / 64, "block": 4096, "values": "log2"}
+    if memory == "residual":
+        own["beta"] = 0.95
+    state = sidcomp.State(codec, memory=memory, groups="model", exchange="allgather", **(own | settings))
+    return Way(state, {"every": EVERY, "outer": outer})
+
+
+def way_of(cell: Cell) -> Way:
+    if cell.way in OURS:
+        return OURS[cell.way]
+    if cell.way in ABLATION:
+        return sparse(partial(torch.optim.SGD, lr=cell.outer), **ABLATION[cell.way])
+    nesterov = partial(torch.optim.SGD, lr=cell.outer, momentum=0.9, nesterov=True)
+    return Way("none", {"every": EVERY, "outer": nesterov})
+
+
+class Text(NamedTuple):
+    """Bytes, uint8."""
+
+    train: torch.Tensor
+    held: torch.Tensor
+
+
+def read(kind: str) -> Text:
+    """One file in 50, by its name, is held out. Files of over 200 KB are mostly tables."""
     root = Path(torch.__file__).parent
     train, held = [], []
     for file in sorted(root.rglob(kind)):
         if file.stat().st_size <= 200_000:
             out = hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()[0] % 50 == 0
             (held if out else train).append(file.read_bytes())
-    return b"".join(train), b"".join(held)
+    return Text(*(torch.frombuffer(bytearray().join(x), dtype=torch.uint8) for x in (train, held)))
 
 
 def size(width: int) -> int:
@@ -119,15 +146,14 @@ def size(width: int) -> int:
 class Data:
     """`STREAMS` streams of text, of which a rank reads its share, and the held-out windows."""
 
-    def __init__(self, kind: str, steps: int, rank: int = 0, world: int = 1) -> None:
-        train, held = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in texts(kind))
+    def __init__(self, text: Text, steps: int, rank: int = 0, world: int = 1) -> None:
         length = steps * TIME + 1
-        if len(train) < STREAMS * length:
-            raise SystemExit(f"{len(train):,} bytes of text are too few for {STREAMS} x {length:,}")
-        streams = train[: len(train) // STREAMS * STREAMS].view(STREAMS, -1)[:, :length]
+        if len(text.train) < STREAMS * length:
+            raise SystemExit(f"{len(text.train):,} bytes of text are too few for {STREAMS} x {length:,}")
+        streams = text.train[: len(text.train) // STREAMS * STREAMS].view(STREAMS, -1)[:, :length]
         self.streams = streams.chunk(world)[rank]
-        starts = torch.arange(HELD) * (len(held) // HELD)
-        self.held = held[starts[:, None] + torch.arange(TIME + 1)].chunk(world)[rank]
+        starts = torch.arange(HELD) * (len(text.held) // HELD)
+        self.held = text.held[starts[:, None] + torch.arange(TIME + 1)].chunk(world)[rank]
 
     def loss(self, model: torch.nn.Module, x: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=computes_in_bfloat16("cpu")):
@@ -160,16 +186,15 @@ def train(model: torch.nn.Module, data: Data, rate: float, steps: int, seed: int
     return run
 
 
-def rank_main(rank: int, world: int, file: str, width: int, steps: int, cell: Cell, out: str) -> None:
+def rank_main(
+    rank: int, world: int, file: str, texts: list[Text], width: int, steps: int, cell: Cell, out: str
+) -> None:
     torch.set_num_threads(1 if world > 1 else 2)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    data = Data("*.py", steps, rank, world)
+    data = Data(texts[0], steps, rank, world)
     torch.manual_seed(cell.seed)
     model = GPTModel(width, LAYERS, HEADS, TIME)
-    way = None
-    if cell.ranks:
-        way = Way("none", nesterov(cell.outer)) if cell.outer else OURS[cell.way]
-    run = train(model, data, cell.inner, steps, cell.seed, way)
+    run = train(model, data, cell.inner, steps, cell.seed, way_of(cell) if cell.ranks else None)
     found = {"ratio": 1.0, "apart": 0.0}
     if run is not None:
         found["apart"] = run.updates.apart()
@@ -181,12 +206,21 @@ def rank_main(rank: int, world: int, file: str, width: int, steps: int, cell: Ce
     dist.all_reduce(total)
     found["loss"] = total.item() / (HELD * TIME)
     if rank == 0:
-        other = Data("*.h", FURTHER)
+        other = Data(texts[1], FURTHER)
         train(model.train(), other, cell.inner / 4, FURTHER, cell.seed, None)
         found["further"] = other.held_out(model).item() / (HELD * TIME)
         Path(out).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def trained(texts: list[Text], width: int, steps: int, cell: Cell) -> dict[str, float]:
+    world = max(1, cell.ranks)
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        out = f"{folder}/out.json"
+        given = (world, f"{folder}/store", texts, width, steps, cell, out)
+        mp.start_processes(rank_main, given, nprocs=world)
+        return dict(json.loads(Path(out).read_text()))
 
 
 class Runs:
@@ -209,6 +243,10 @@ class Runs:
             self.record = kept
         self.found: dict[str, dict[str, float]] = self.record["found"]
 
+    @cached_property
+    def texts(self) -> list[Text]:
+        return [read("*.py"), read("*.h")]
+
     def loss(self, cell: Cell) -> float | None:
         return self.found[str(cell)]["loss"] if str(cell) in self.found else None
 
@@ -216,18 +254,11 @@ class Runs:
         return min(cells, key=lambda cell: self.found[str(cell)]["loss"])
 
     def measure(self, cell: Cell) -> None:
-        world = max(1, cell.ranks)
-        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-            out, begun = f"{folder}/out.json", time.monotonic()
-            mp.start_processes(
-                rank_main, (world, f"{folder}/store", self.width, self.steps, cell, out), nprocs=world
-            )
-            self.found[str(cell)] = json.loads(Path(out).read_text())
-        of = self.found[str(cell)]
-        took = time.monotonic() - begun
+        begun = time.monotonic()
+        of = self.found[str(cell)] = trained(self.texts, self.width, self.steps, cell)
         print(
             f"{cell}: {of['loss']:.4f} (then {of['further']:.4f}), 1/{of['ratio']:.1f} of the bytes, "
-            f"{took:.0f} s",
+            f"{time.monotonic() - begun:.0f} s",
             flush=True,
         )
         self.record["machine"] = machine()
@@ -251,21 +282,33 @@ def widened(runs: Runs, like: Cell, inner: list[float]) -> Iterator[Cell]:
             return
 
 
-def plan(runs: Runs, ranks: list[int], seeds: int, inner: list[float]) -> Iterator[Cell]:
-    """The runs that are missing, one after the other. Afterwards `tuned` tells the best."""
+def shown(runs: Runs, tuned: list[Cell], ablation: bool) -> list[Cell]:
+    """The rows, of seed 0."""
+    plain, ranks = tuned[0], tuned[-1].ranks
+    ours = [Cell(way, ranks, plain.inner) for way in OURS]
+    sparses = [Cell(SPARSE, ranks, plain.inner, rate) for rate in OF_SPARSE]
+    if not ablation:
+        return [*tuned, *ours, *sparses]
+    best = runs.best(sparses)
+    return [plain, *(best._replace(way=way) for way in ABLATION)]
+
+
+def plan(runs: Runs, ranks: list[int], seeds: int, inner: list[float], ablation: bool) -> Iterator[Cell]:
+    """The runs that are missing, one after the other. Afterwards runs.record["tuned"] has the best."""
     yield from widened(runs, Cell(PLAIN, 0, 0.0), inner)
     plain = runs.best([Cell(PLAIN, 0, rate) for rate in inner])
     tuned = [plain]
     for world in ranks:
-        cells = [Cell("DiLoCo", world, plain.inner, rate) for rate in OUTER]
+        cells = [Cell(DILOCO, world, plain.inner, rate) for rate in OUTER]
         yield from (cell for cell in cells if runs.loss(cell) is None)
         near = [plain.inner / 2, plain.inner, plain.inner * 2]
         yield from widened(runs, runs.best(cells), near)
         tuned.append(runs.best([runs.best(cells)._replace(inner=rate) for rate in near]))
-    for seed in range(seeds):
-        for cell in (*tuned, *(Cell(way, ranks[-1], plain.inner) for way in OURS)):
-            if runs.loss(of_seed := cell._replace(seed=seed)) is None:
-                yield of_seed
+    for of_ablation in (False, True)[: 1 + ablation]:
+        for seed in range(seeds):
+            for cell in shown(runs, tuned, of_ablation):
+                if runs.loss(of_seed := cell._replace(seed=seed)) is None:
+                    yield of_seed
     runs.record["tuned"] = [list(cell[:-1]) for cell in tuned]
 
 
@@ -277,11 +320,10 @@ def predicted(width: int, ranks: int) -> float:
     return law(ranks) / law(0) - 1
 
 
-def rows(runs: Runs, seeds: int) -> list[dict[str, Any]]:
+def rows(runs: Runs, seeds: int, ablation: bool) -> list[dict[str, Any]]:
     tuned = [Cell(*values) for values in runs.record["tuned"]]
-    plain, ranks = tuned[0], tuned[-1].ranks
-    out = []
-    for cell in (*tuned, *(Cell(way, ranks, plain.inner) for way in OURS)):
+    plain, out = tuned[0], []
+    for cell in shown(runs, tuned, ablation):
         mine, dense = ([runs.found[str(c._replace(seed=s))] for s in range(seeds)] for c in (cell, plain))
         more, further = (
             [100 * (x[of] / y[of] - 1) for x, y in zip(mine, dense, strict=True)]
@@ -298,7 +340,7 @@ def rows(runs: Runs, seeds: int) -> list[dict[str, Any]]:
                 "each seed": ", ".join(f"{x:+.2f}" for x in more),
                 "trained further": f"{sum(further) / seeds:+.2f} %",
                 "replicas apart": f"{100 * mine[0]['apart']:.2f} %" if cell.ranks else "",
-                "law": f"{100 * predicted(runs.width, cell.ranks):+.1f} %" if cell.outer else "",
+                "law": f"{100 * predicted(runs.width, cell.ranks):+.1f} %" if cell.way == DILOCO else "",
             }
         )
     return out
@@ -307,7 +349,7 @@ def rows(runs: Runs, seeds: int) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     parser = command("bench_diloco", __doc__)
     add = parser.add_argument
-    add("--width", type=int, default=64, help="of the model (default 64; 128: a million parameters)")
+    add("--width", type=int, default=96, help="of the model (default 96; 208: a million parameters)")
     add(
         "--ranks",
         type=int,
@@ -316,13 +358,14 @@ def main(argv: list[str] | None = None) -> int:
         help="of DiLoCo; the last also of sidcomp (default 1 4)",
     )
     add("--seeds", type=int, default=1, help="of the rows: 0, 1, ... (default 1)")
+    add("--ablation", action="store_true", help="also SparseLoCo with one setting changed at a time")
     add("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
     add("--save", action="store_true", help="keep the results in benchmarks/results")
     args = parser.parse_args(argv)
     if unknown := [n for n in args.ranks if n not in LAW or not n]:
         parser.error(f"--ranks {unknown[0]}: the law is known of {', '.join(str(n) for n in LAW if n)}")
     runs, begun = Runs(args.width, args.save), time.monotonic()
-    for cell in plan(runs, args.ranks, args.seeds, list(INNER)):
+    for cell in plan(runs, args.ranks, args.seeds, list(INNER), args.ablation):
         if time.monotonic() - begun > 60 * args.minutes:
             print("out of time; call it again to go on")
             return 0
@@ -333,10 +376,14 @@ def main(argv: list[str] | None = None) -> int:
         "steps: DiLoCo and SparseLoCo. Law: arXiv:2503.09799 for this size. Over plain DDP: the mean of what "
         f"each seed loses. {len(runs.found)} runs, of which tuning took those of seed 0."
     )
-    table = rows(runs, args.seeds)
-    report("", "DiLoCo, tuned, and sidcomp at equal tokens", table, note, None)
+    tables = [("DiLoCo, tuned, and sidcomp at equal tokens", rows(runs, args.seeds, False))]
+    if args.ablation:
+        tables.append(("SparseLoCo, one setting changed at a time", rows(runs, args.seeds, True)))
+    for title, table in tables:
+        report("", title, table, note, None)
     if args.save:
-        write(runs.file, {**runs.record, "title": "DiLoCo, tuned, and sidcomp", "note": note, "rows": table})
+        kept = {**runs.record, "title": tables[0][0], "note": note, "rows": tables[0][1]}
+        write(runs.file, kept | ({"ablation": tables[1][1]} if args.ablation else {}))
     return 0
 
 

@@ -1,5 +1,5 @@
-"""benchmarks/bench_outer.py and benchmarks/bench_adamw.py at a tiny size: they train, keep what they have
-measured, and say how."""
+"""bench_outer.py, bench_adamw.py and bench_diloco.py of benchmarks at a tiny size: they train, keep what they
+have measured, and say how."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import bench_adamw, bench_outer, compact_json  # noqa: E402
+from benchmarks import bench_adamw, bench_diloco, bench_outer, compact_json  # noqa: E402
 from benchmarks.netlab import outer  # noqa: E402
 
 BENCHES = [bench_outer, bench_adamw]
@@ -181,3 +181,57 @@ def test_the_rate_fits_the_steps(steps: int, warm: int) -> None:
     assert len(rates) == steps and rates.argmax() == warm - 1
     assert rates[0] == pytest.approx(1 / warm) and rates[-1] < 0.1 + 0.45 * (np.pi / steps) ** 2
     assert (np.diff(rates[warm - 1 :]) < 0).all()
+
+
+BEST = {"plain DDP": (0.016, 0.0), "DiLoCo": (0.001, 0.4)}  # inner and outer rate
+
+
+@pytest.fixture
+def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bench_diloco.Cell]:
+    """What bench_diloco measures, with losses that are least at BEST's rates."""
+    cells: list[bench_diloco.Cell] = []
+
+    def trained(texts: Any, width: int, steps: int, cell: bench_diloco.Cell) -> dict[str, float]:
+        cells.append(cell)
+        inner, outer = BEST.get(cell.way, (cell.inner, cell.outer))
+        loss = 1 + 0.01 * abs(np.log2(cell.inner / inner)) + 0.01 * abs(cell.outer - outer) + cell.ranks
+        return {"loss": float(loss), "further": 1.0, "ratio": 30.0, "apart": 0.0}
+
+    monkeypatch.setattr(bench_diloco, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_diloco, "read", lambda kind: None)
+    monkeypatch.setattr(bench_diloco, "trained", trained)
+    return cells
+
+
+def test_tuning_goes_on_until_the_best_is_not_at_an_edge(
+    trials: list[bench_diloco.Cell], tmp_path: Path
+) -> None:
+    assert bench_diloco.main(["--width", "96", "--seeds", "2", "--save"]) == 0
+    assert len(trials) == len(set(trials)), "nothing is measured twice"
+    inner: dict[tuple[str, int], set[float]] = {(cell.way, cell.ranks): set() for cell in trials}
+    for cell in trials:
+        inner[cell.way, cell.ranks].add(cell.inner)
+    assert inner["plain DDP", 0] == {0.002, 0.004, 0.008, 0.016, 0.032}
+    assert inner["DiLoCo", 1] == inner["DiLoCo", 4] == {0.032, 0.016, 0.008, 0.004, 0.002, 0.001, 0.0005}
+    table = json.loads((tmp_path / "diloco-96.json").read_text())["rows"]
+    assert [(row["way"], row["inner, outer rate"]) for row in table[:3]] == [
+        ("plain DDP", "0.016"),
+        ("DiLoCo", "0.001, 0.4"),
+        ("DiLoCo", "0.001, 0.4"),
+    ]
+    assert all(row["inner, outer rate"].split(",")[0] == "0.016" for row in table[3:]), "ours are not tuned"
+    assert table[2]["each seed"] == "+400.00, +400.00" and table[2]["law"] == "+3.9 %"
+    measured = len(trials)
+    assert bench_diloco.main(["--width", "96", "--seeds", "2", "--save"]) == 0
+    assert len(trials) == measured, "all was kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["plain DDP", "DiLoCo", "updates, 1/100"])
+def test_a_trial_trains(way: str) -> None:
+    ranks, outer = (0 if way == "plain DDP" else 2), (0.7 if way == "DiLoCo" else 0.0)
+    texts = [bench_diloco.Text(torch.arange(1 << 15).to(torch.uint8) % 64, torch.zeros(1 << 17).byte())] * 2
+    cell = bench_diloco.Cell(way, ranks, 0.004, outer)
+    found = bench_diloco.trained(texts, 16, 4, cell)
+    assert 3 < found["loss"] < 6 and found["loss"] != found["further"]
+    assert found["ratio"] > 2 if ranks else found["ratio"] == 1
