@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_diloco --save                 # 0.22 million parameters: an hour of two cores
     python -m benchmarks.bench_diloco --save --minutes 60    # starts no run after an hour; call it again
-    python -m benchmarks.bench_diloco --save --seeds 3 --ablation
+    python -m benchmarks.bench_diloco --save --seeds 3 --ablation --muon
     python -m benchmarks.bench_diloco --save --width 208     # a million parameters: a day
 
 A transformer over bytes reads 20 bytes a parameter, without repeats, of the Python sources of torch. All ways
@@ -23,6 +23,7 @@ With --save each run is written as it ends to benchmarks/results/diloco-WIDTH.js
 import hashlib
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -37,20 +38,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn import functional as F
 
-from benchmarks.common import RESULTS, command, machine, report, write
+from benchmarks.common import RESULTS, command, machine, report, side_by_side, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from flags import computes_in_bfloat16
 from tasks import GPTModel
 
-LAYERS, HEADS, TIME, STREAMS = 2, 2, 64, 64
+LAYERS, HEADS, TIME, STREAMS = 2, 2, 64, 16
 HELD = 512  # windows of TIME bytes
+CORES = os.cpu_count() or 1
 FURTHER = 100  # steps on another text
 EVERY = 30
-INNER = (0.002, 0.004, 0.008)
+INNER = (0.002, 0.004, 0.008, 0.016)
 OUTER = (0.2, 0.4, 0.6, 0.8, 1.0)
 LAW = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}  # 0: plain DDP
 PLAIN, DILOCO = "plain DDP", "DiLoCo"
+MUON = ", Muon"  # at the end of a way: for the matrices of the layers
 TWICE = sidcomp.Options(exchange="twoshot")
 
 
@@ -70,6 +73,11 @@ OURS = {
 }
 SPARSE = "SparseLoCo"
 OF_SPARSE = (0.4, 0.65, 1.0)  # outer rates
+TABLES = {
+    "rows": "DiLoCo, tuned, and sidcomp at equal tokens",
+    "ablation": "SparseLoCo, one setting changed at a time",
+    "muon": "The same with Muon",
+}
 ABLATION: dict[str, dict[str, Any]] = {
     SPARSE: {},
     "density 0.5 %": {"density": 0.005},
@@ -112,10 +120,11 @@ def sparse(outer: Any, codec: str = "topk", memory: str = "residual", **settings
 
 
 def way_of(cell: Cell) -> Way:
-    if cell.way in OURS:
-        return OURS[cell.way]
-    if cell.way in ABLATION:
-        return sparse(partial(torch.optim.SGD, lr=cell.outer), **ABLATION[cell.way])
+    name = cell.way.removesuffix(MUON)
+    if name in OURS:
+        return OURS[name]
+    if name in ABLATION:
+        return sparse(partial(torch.optim.SGD, lr=cell.outer), **ABLATION[name])
     nesterov = partial(torch.optim.SGD, lr=cell.outer, momentum=0.9, nesterov=True)
     return Way("none", {"every": EVERY, "outer": nesterov})
 
@@ -167,34 +176,48 @@ class Data:
             return torch.stack([self.loss(model, x, "sum").double() for x in self.held.split(64)]).sum()
 
 
-def train(model: torch.nn.Module, data: Data, rate: float, steps: int, seed: int, way: Way | None) -> Any:
-    """AdamW over the data's windows in an order of this seed. Returns the run; None: of one process."""
-    adamw = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    run = sidcomp.compress(model, adamw, way.codec, **way.how) if way is not None else None
+def optimizers(model: GPTModel, rate: float, muon: bool) -> list[torch.optim.Optimizer]:
+    """AdamW; with muon, Muon of the same size of step for the matrices of the layers."""
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2] if muon else []
+    others = [p for p in model.parameters() if all(p is not q for q in matrices)]
+    adamw = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if not muon:
+        return [adamw]
+    return [torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"), adamw]
+
+
+def train(
+    model: GPTModel, data: Data, rate: float, steps: int, seed: int, way: Way | None, muon: bool = False
+) -> Any:
+    """Over the data's windows in an order of this seed. Returns the run; None: of one process."""
+    every = optimizers(model, rate, muon)
+    run = sidcomp.compress(model, every, way.codec, **way.how) if way is not None else None
     warm = max(1, steps // 20)
     order = torch.randperm(steps, generator=torch.Generator().manual_seed(seed)).tolist()
     for step, window in enumerate(order):
         cosine = 0.55 + 0.45 * math.cos(math.pi * max(0, step - warm) / (steps - warm))
-        adamw.param_groups[0]["lr"] = rate * min((step + 1) / warm, cosine)
-        adamw.zero_grad()
+        model.zero_grad()
         data.loss(model, data.streams[:, window * TIME : (window + 1) * TIME + 1]).backward()
         if run is None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         else:
             run.clip_grad_norm_(1.0)
-        adamw.step()
+        for optimizer in every:
+            optimizer.param_groups[0]["lr"] = rate * min((step + 1) / warm, cosine)
+            optimizer.step()
     return run
 
 
 def rank_main(
     rank: int, world: int, file: str, texts: list[Text], width: int, steps: int, cell: Cell, out: str
 ) -> None:
-    torch.set_num_threads(1 if world > 1 else 2)
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     data = Data(texts[0], steps, rank, world)
     torch.manual_seed(cell.seed)
     model = GPTModel(width, LAYERS, HEADS, TIME)
-    run = train(model, data, cell.inner, steps, cell.seed, way_of(cell) if cell.ranks else None)
+    way = way_of(cell) if cell.ranks else None
+    run = train(model, data, cell.inner, steps, cell.seed, way, cell.way.endswith(MUON))
     found = {"ratio": 1.0, "apart": 0.0}
     if run is not None:
         found["apart"] = run.updates.apart()
@@ -206,6 +229,7 @@ def rank_main(
     dist.all_reduce(total)
     found["loss"] = total.item() / (HELD * TIME)
     if rank == 0:
+        torch.set_num_threads(CORES if world > 1 else 1)
         other = Data(texts[1], FURTHER)
         train(model.train(), other, cell.inner / 4, FURTHER, cell.seed, None)
         found["further"] = other.held_out(model).item() / (HELD * TIME)
@@ -242,6 +266,7 @@ class Runs:
                     raise ValueError(f"{self.file.name} has {name} {kept[name]}, not {self.record[name]}")
             self.record = kept
         self.found: dict[str, dict[str, float]] = self.record["found"]
+        self.tuned: dict[str, Cell] = {}
 
     @cached_property
     def texts(self) -> list[Text]:
@@ -253,25 +278,28 @@ class Runs:
     def best(self, cells: list[Cell]) -> Cell:
         return min(cells, key=lambda cell: self.found[str(cell)]["loss"])
 
-    def measure(self, cell: Cell) -> None:
+    def measure(self, cells: list[Cell]) -> None:
+        """At the same time."""
         begun = time.monotonic()
-        of = self.found[str(cell)] = trained(self.texts, self.width, self.steps, cell)
-        print(
-            f"{cell}: {of['loss']:.4f} (then {of['further']:.4f}), 1/{of['ratio']:.1f} of the bytes, "
-            f"{time.monotonic() - begun:.0f} s",
-            flush=True,
-        )
+        every = side_by_side(trained, [(self.texts, self.width, self.steps, cell) for cell in cells])
+        for cell, of in zip(cells, every, strict=True):
+            self.found[str(cell)] = of
+            print(
+                f"{cell}: {of['loss']:.4f} (then {of['further']:.4f}), 1/{of['ratio']:.1f} of the bytes, "
+                f"{time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
         self.record["machine"] = machine()
         if self.save:
             write(self.file, self.record)
 
 
-def widened(runs: Runs, like: Cell, inner: list[float]) -> Iterator[Cell]:
+def widened(runs: Runs, like: Cell, inner: list[float]) -> Iterator[list[Cell]]:
     """Cells of these inner rates, and of further ones until the best is not at an edge."""
     while True:
         cells = [like._replace(inner=rate) for rate in inner]
         if missing := [cell for cell in cells if runs.loss(cell) is None]:
-            yield missing[0]
+            yield missing
             continue
         best = runs.best(cells).inner
         if best == min(inner):
@@ -282,34 +310,44 @@ def widened(runs: Runs, like: Cell, inner: list[float]) -> Iterator[Cell]:
             return
 
 
-def shown(runs: Runs, tuned: list[Cell], ablation: bool) -> list[Cell]:
-    """The rows, of seed 0."""
-    plain, ranks = tuned[0], tuned[-1].ranks
-    ours = [Cell(way, ranks, plain.inner) for way in OURS]
-    sparses = [Cell(SPARSE, ranks, plain.inner, rate) for rate in OF_SPARSE]
-    if not ablation:
-        return [*tuned, *ours, *sparses]
-    best = runs.best(sparses)
-    return [plain, *(best._replace(way=way) for way in ABLATION)]
+def diloco(runs: Runs, plain: Cell, ranks: int, inner: bool) -> Iterator[list[Cell]]:
+    """DiLoCo's outer rate, and then, if `inner`, the inner one."""
+    like = Cell(DILOCO + plain.way.removeprefix(PLAIN), ranks, plain.inner)
+    cells = [like._replace(outer=rate) for rate in OUTER]
+    yield [cell for cell in cells if runs.loss(cell) is None]
+    best = runs.best(cells)
+    near = [best.inner / 2, best.inner, best.inner * 2] if inner else [best.inner]
+    if inner:
+        yield from widened(runs, best, near)
+    runs.tuned[str(like)] = runs.best([best._replace(inner=rate) for rate in near])
 
 
-def plan(runs: Runs, ranks: list[int], seeds: int, inner: list[float], ablation: bool) -> Iterator[Cell]:
-    """The runs that are missing, one after the other. Afterwards runs.record["tuned"] has the best."""
-    yield from widened(runs, Cell(PLAIN, 0, 0.0), inner)
-    plain = runs.best([Cell(PLAIN, 0, rate) for rate in inner])
-    tuned = [plain]
-    for world in ranks:
-        cells = [Cell(DILOCO, world, plain.inner, rate) for rate in OUTER]
-        yield from (cell for cell in cells if runs.loss(cell) is None)
-        near = [plain.inner / 2, plain.inner, plain.inner * 2]
-        yield from widened(runs, runs.best(cells), near)
-        tuned.append(runs.best([runs.best(cells)._replace(inner=rate) for rate in near]))
-    for of_ablation in (False, True)[: 1 + ablation]:
-        for seed in range(seeds):
-            for cell in shown(runs, tuned, of_ablation):
-                if runs.loss(of_seed := cell._replace(seed=seed)) is None:
-                    yield of_seed
-    runs.record["tuned"] = [list(cell[:-1]) for cell in tuned]
+def shown(runs: Runs, table: str, ranks: list[int]) -> list[Cell]:
+    """The rows of seed 0."""
+    plain, most = runs.tuned[PLAIN], ranks[-1]
+    sparses = [Cell(SPARSE, most, plain.inner, rate) for rate in OF_SPARSE]
+    if table == "ablation":
+        return [plain, *(runs.best(sparses)._replace(way=way) for way in ABLATION)]
+    if table == "muon":
+        own = runs.tuned[PLAIN + MUON]
+        ours = [Cell(way + MUON, most, own.inner) for way in OURS]
+        return [plain, own, runs.tuned[str(Cell(DILOCO + MUON, most, own.inner))], *ours]
+    tuned = [runs.tuned[str(Cell(DILOCO, world, plain.inner))] for world in ranks]
+    return [plain, *tuned, *(Cell(way, most, plain.inner) for way in OURS), *sparses]
+
+
+def plan(runs: Runs, ranks: list[int], seeds: int, tables: list[str]) -> Iterator[list[Cell]]:
+    """The runs that are missing; those of a list need not wait for one another."""
+    for table in tables:
+        if table != "ablation":
+            like, inner = Cell(PLAIN + (MUON if table == "muon" else ""), 0, 0.0), list(INNER)
+            yield from widened(runs, like, inner)
+            plain = runs.tuned[like.way] = runs.best([like._replace(inner=rate) for rate in inner])
+            for world in ranks if table == "rows" else ranks[-1:]:
+                yield from diloco(runs, plain, world, table == "rows")
+        cells = shown(runs, table, ranks)
+        every = [cell._replace(seed=seed) for seed in range(seeds) for cell in cells]
+        yield [cell for cell in every if runs.loss(cell) is None]
 
 
 def predicted(width: int, ranks: int) -> float:
@@ -320,10 +358,9 @@ def predicted(width: int, ranks: int) -> float:
     return law(ranks) / law(0) - 1
 
 
-def rows(runs: Runs, seeds: int, ablation: bool) -> list[dict[str, Any]]:
-    tuned = [Cell(*values) for values in runs.record["tuned"]]
-    plain, out = tuned[0], []
-    for cell in shown(runs, tuned, ablation):
+def rows(runs: Runs, table: str, ranks: list[int], seeds: int) -> list[dict[str, Any]]:
+    plain, out = runs.tuned[PLAIN], []
+    for cell in shown(runs, table, ranks):
         mine, dense = ([runs.found[str(c._replace(seed=s))] for s in range(seeds)] for c in (cell, plain))
         more, further = (
             [100 * (x[of] / y[of] - 1) for x, y in zip(mine, dense, strict=True)]
@@ -359,31 +396,34 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--seeds", type=int, default=1, help="of the rows: 0, 1, ... (default 1)")
     add("--ablation", action="store_true", help="also SparseLoCo with one setting changed at a time")
+    add("--muon", action="store_true", help="also with Muon for the matrices")
     add("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
     add("--save", action="store_true", help="keep the results in benchmarks/results")
     args = parser.parse_args(argv)
     if unknown := [n for n in args.ranks if n not in LAW or not n]:
         parser.error(f"--ranks {unknown[0]}: the law is known of {', '.join(str(n) for n in LAW if n)}")
     runs, begun = Runs(args.width, args.save), time.monotonic()
-    for cell in plan(runs, args.ranks, args.seeds, list(INNER), args.ablation):
-        if time.monotonic() - begun > 60 * args.minutes:
-            print("out of time; call it again to go on")
-            return 0
-        runs.measure(cell)
+    tables = [name for name in TABLES if name == "rows" or getattr(args, name)]
+    for cells in plan(runs, args.ranks, args.seeds, tables):
+        while cells:
+            if time.monotonic() - begun > 60 * args.minutes:
+                print("out of time; call it again to go on")
+                return 0
+            at_once = max(1, CORES // max(1, cells[0].ranks))
+            now = [cell for cell in cells[:at_once] if cell.ranks == cells[0].ranks]
+            runs.measure(now)
+            cells = cells[len(now) :]
     note = (
         f"{size(args.width):,} parameters without embeddings, {runs.steps:,} steps of {STREAMS} x {TIME} "
         f"bytes, 20 a parameter, in {'bfloat16' if runs.record['bfloat16'] else 'float32'}. Every {EVERY} "
         "steps: DiLoCo and SparseLoCo. Law: arXiv:2503.09799 for this size. Over plain DDP: the mean of what "
         f"each seed loses. {len(runs.found)} runs, of which tuning took those of seed 0."
     )
-    tables = [("DiLoCo, tuned, and sidcomp at equal tokens", rows(runs, args.seeds, False))]
-    if args.ablation:
-        tables.append(("SparseLoCo, one setting changed at a time", rows(runs, args.seeds, True)))
-    for title, table in tables:
-        report("", title, table, note, None)
+    made = {name: rows(runs, name, args.ranks, args.seeds) for name in tables}
+    for name, table in made.items():
+        report("", TABLES[name], table, note, None)
     if args.save:
-        kept = {**runs.record, "title": tables[0][0], "note": note, "rows": tables[0][1]}
-        write(runs.file, kept | ({"ablation": tables[1][1]} if args.ablation else {}))
+        write(runs.file, {**runs.record, "title": TABLES["rows"], "note": note, **made})
     return 0
 
 

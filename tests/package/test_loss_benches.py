@@ -199,7 +199,7 @@ def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bench_diloco
 
     monkeypatch.setattr(bench_diloco, "RESULTS", tmp_path)
     monkeypatch.setattr(bench_diloco, "read", lambda kind: None)
-    monkeypatch.setattr(bench_diloco, "trained", trained)
+    monkeypatch.setattr(bench_diloco, "side_by_side", lambda _, given: [trained(*each) for each in given])
     return cells
 
 
