@@ -47,7 +47,7 @@ from tasks import GPTModel
 LAYERS, HEADS, TIME, STREAMS = 2, 2, 64, 16
 HELD = 512  # windows of TIME bytes
 CORES = os.cpu_count() or 1
-FURTHER = 100  # steps on another text
+FURTHER, FURTHER_RATE = 100, 0.002  # steps on another text, and their rate, the same for all
 EVERY = 30
 INNER = (0.002, 0.004, 0.008, 0.016)
 OUTER = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -231,7 +231,7 @@ def rank_main(
     if rank == 0:
         torch.set_num_threads(CORES if world > 1 else 1)
         other = Data(texts[1], FURTHER)
-        train(model.train(), other, cell.inner / 4, FURTHER, cell.seed, None)
+        train(model.train(), other, FURTHER_RATE, FURTHER, cell.seed, None)
         found["further"] = other.held_out(model).item() / (HELD * TIME)
         Path(out).write_text(json.dumps(found))
     dist.barrier()

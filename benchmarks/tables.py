@@ -388,6 +388,47 @@ TABLES["equal-time"] = lambda: by_way(
 )
 
 
+DILOCO = "diloco-96"
+
+
+@table
+def low_communication() -> list[Row]:
+    """DiLoCo as it was tuned, and other ways at equal tokens."""
+    columns = {
+        "way": "", "ranks": "ranks", "dense bytes / sent bytes": "fewer bytes", "over plain DDP": "loss",
+        "each seed": "each seed", "law": "law", "trained further": "trained further",
+        "replicas apart": "replicas apart",
+    }  # fmt: skip
+    out = []
+    for row in record(DILOCO)["rows"]:
+        cells = {title: row[name] for name, title in columns.items()}
+        if row["way"] == "SparseLoCo":
+            cells[""] = f"SparseLoCo, outer rate {row['inner, outer rate'].split(', ')[1]}"
+        out.append(cells)
+    return out
+
+
+@table
+def diloco_tuning() -> list[Row]:
+    """The loss of each rate that was tried, with seed 0."""
+    out: dict[tuple[str, str, str], Row] = {}
+    for name, of in record(DILOCO)["found"].items():
+        m = re.fullmatch(
+            r"(plain DDP|DiLoCo)(?:, (\d+) ranks)?, rate ([\d.]+)(?:, outer ([\d.]+))?, seed 0", name
+        )
+        if m:
+            way, ranks, inner, outer = m.groups(default="")
+            row = out.setdefault((way, ranks, inner), {"": way, "ranks": ranks, "inner rate": inner})
+            row[f"outer {outer}" if outer else "no outer"] = f"{of['loss']:.4f}"
+    heads = ["", "ranks", "inner rate", "no outer"]
+    heads += sorted({head for row in out.values() for head in row} - set(heads))
+    return [{head: out[key].get(head, "") for head in heads} for key in sorted(out, key=order)]
+
+
+def order(key: tuple[str, str, str]) -> tuple[int, float]:
+    return int(key[1] or 0), float(key[2])
+
+
 # ---- the codecs, more ranks, the planner, Marsit -------------------------------------------------
 
 CODECS = {

@@ -306,14 +306,16 @@ def test_the_readme_is_read_in_a_minute() -> None:
 
 # Beside results.md, whose tables a script makes.
 USER = "start which-one updates fsdp frameworks checkpoints codecs troubleshooting supported glossary api"
-LATER = {"delta.md": 600, "promises.md": 600, "two-machines.md": 500}  # each with words of its own
+# Each has words of its own, beside generated tables.
+LATER = {"delta.md": 600, "low-communication.md": 700, "promises.md": 600, "two-machines.md": 500}
 
 
 def test_the_users_pages_are_few_and_short() -> None:
     pages = [ROOT / "docs" / f"{name}.md" for name in USER.split()]
     words = {page.name: len(page.read_text().split()) for page in pages if page.exists()}
     for name, most in LATER.items():
-        assert len((ROOT / "docs" / name).read_text().split()) <= most, name
+        text = re.sub(r"<!-- table.*?<!-- /table -->", "", (ROOT / "docs" / name).read_text(), flags=re.S)
+        assert len(text.split()) <= most, name
     assert max(words.values()) <= 1500 and sum(words.values()) <= 10_000, words
 
 
