@@ -1,9 +1,9 @@
 """DiLoCo tuned as its authors tune it, and sidcomp's updates beside it at equal bytes and equal tokens.
 
-    python -m benchmarks.bench_diloco --save                 # 0.22 million parameters: an hour of two cores
+    python -m benchmarks.bench_diloco --save --ranks 4       # 0.22 million parameters: an hour of two cores
     python -m benchmarks.bench_diloco --save --minutes 60    # starts no run after an hour; call it again
     python -m benchmarks.bench_diloco --save --seeds 3 --ablation --muon
-    python -m benchmarks.bench_diloco --save --width 208     # a million parameters: a day
+    python -m benchmarks.bench_diloco --save --width 208     # a million parameters; not timed
 
 A transformer over bytes reads 20 bytes a parameter, without repeats, of the Python sources of torch. All ways
 read the same batches: plain DDP as one process (the sums are those of an all-reduce), the others as ranks
