@@ -43,24 +43,29 @@ class Machines:
             program = (ROOT / "examples" / "gallery" / "gpt.py").read_text()
             assert "timedelta(seconds=60)" in program and "timedelta(seconds=60)" in PAGE
             (gallery / "gpt.py").write_text(program.replace("seconds=60", "seconds=8"))
+            program = (ROOT / "examples" / "gallery" / "diloco.py").read_text()
+            assert "STEPS, EVERY = 300, 10" in program and "deadline=60" in program
+            endless = program.replace("EVERY = 300, 10", "EVERY = 10**9, 10").replace("=60", "=2")
+            (gallery / "diloco.py").write_text(endless)
 
     def type(self, *words: str) -> list[subprocess.Popen[str]]:
         """Types the page's first two blocks, which set variables, and then the one with these words."""
         (wanted,) = [b for b in BLOCKS if all(w in b for w in words)]
+        return [self.start(host, wanted) for host in range(2)]
+
+    def start(self, host: int, typed: str, out: Any = subprocess.PIPE) -> subprocess.Popen[str]:
         there = [b for b in BLOCKS if b.lstrip().startswith(("export", "run="))]
         assert len(there) == 2
-        text = "".join([*there, wanted])
-        text = text.replace("host0", self.lab.address).replace("eth0", self.lab.interface)
-        started = []
-        for host in range(2):
-            command = ["sh", "-ec", text.replace("HOST=0", f"HOST={host}")]
-            out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            started.append(self.lab.start(host, command, self.environment, cwd=self.room / str(host), **out))
-        return started
+        text = "".join([*there, typed]).replace("host0", self.lab.address).replace("eth0", self.lab.interface)
+        command = ["sh", "-ec", text.replace("HOST=0", f"HOST={host}")]
+        how = {"stdout": out, "stderr": subprocess.STDOUT, "text": True, "cwd": self.room / str(host)}
+        return self.lab.start(host, command, self.environment, **how)
 
     def link(self, state: str) -> None:
-        enter = self.lab.enter[1]
-        subprocess.run([*enter, "ip", "link", "set", self.lab.interface, state], check=True)
+        self.on(1, "ip", "link", "set", self.lab.interface, state)
+
+    def on(self, host: int, *command: str) -> None:
+        subprocess.run([*self.lab.enter[host], *command], check=True)
 
 
 def ended(runs: list[subprocess.Popen[str]], status: int = 0) -> list[str]:
@@ -115,3 +120,40 @@ def test_it_trains_stops_and_resumes_and_a_dead_link_is_an_error(machines: Machi
     finally:
         machines.link("up")
     assert loss in ended(machines.type("gpt.py checkpoints"))[0]
+
+
+@pytest.mark.slow
+def test_with_a_deadline_the_first_machine_goes_on_alone(machines: Machines) -> None:
+    """And the other one learns it from its system, and joins again."""
+    typed = "    exec $run examples/gallery/diloco.py\n"
+    logs = [machines.room / f"{name}.log" for name in ("first", "other", "again")]
+
+    def started(host: int, log: Path) -> subprocess.Popen[str]:
+        with log.open("w") as out:
+            return machines.start(host, typed, out)
+
+    def wait_for(log: Path, pattern: str, after: int = 0) -> int:
+        """Where it ends in the log, beyond `after`."""
+        end = time.monotonic() + 120
+        while not (found := re.compile(pattern).search(log.read_text(), after)):
+            assert time.monotonic() < end, (pattern, [x.read_text() for x in logs if x.exists()])
+            time.sleep(0.05)
+        return found.end()
+
+    machines.on(1, "sh", "-c", "echo 4 > /proc/sys/net/ipv4/tcp_retries2")  # seconds, and not 15 minutes
+    runs = [started(host, logs[host]) for host in range(2)]
+    try:
+        wait_for(logs[0], "step 100: ")
+        machines.link("down")
+        alone = wait_for(logs[0], r"round \d+ takes place without rank 1")
+        wait_for(logs[0], r"step \d+: .*\n.*step \d+: ", alone)
+        wait_for(logs[1], "the store, in which the ranks agree on their rounds, does not answer")
+        machines.link("up")
+        runs.append(started(1, logs[2]))
+        together = wait_for(logs[0], r"round \d+ takes place with rank 1 again", alone)
+        wait_for(logs[0], r"step \d+: .*\n.*step \d+: ", together)
+        assert runs[0].poll() is None and runs[2].poll() is None, [x.read_text() for x in logs]
+    finally:
+        for run in runs:
+            run.kill()
+        machines.link("up")
