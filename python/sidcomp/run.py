@@ -570,7 +570,10 @@ def _spec(codec: str, parameters: dict[str, Any], outer: OuterOptimizer | None, 
     if codec != "auto":
         return codec, parameters
     if parameters:  # how much is sent has been chosen
-        return HUNDREDTH[0], {**(HUNDREDTH if adam else HUNDREDTH_OF_SGD)[1], **parameters}
+        name, own = HUNDREDTH if adam else HUNDREDTH_OF_SGD
+        if "density" in parameters:
+            own = {key: value for key, value in own.items() if key != "ratio"}
+        return name, {**own, **parameters}
     return EXACT if outer is not None else OUTER  # DiLoCo, or what ranks send that may be late
 
 

@@ -125,22 +125,28 @@ def test_the_codecs_that_may_be_chosen() -> None:
 def test_the_losses_of_updates() -> None:
     """What `sidcomp estimate` says of them."""
     table = tables.UPDATES
-    thousandth = {(1.0, r): row for r, row in table["a thousandth"].items() if r == 4}
-    thousandth |= {(0.5, 2): table["a thousandth"][2]}
-    thousandth |= {(0.5, 4): ("long", "local error, deadzone 0.5, every 16")}
+    thousandth = {(1.0, 32): {r: row for r, row in table["a thousandth"].items() if r == 4}}
+    thousandth[0.5, 16] = {2: table["a thousandth"][2], 4: ("long", "local error, deadzone 0.5, every 16")}
     rows = {
-        "int4": {2: ("", "local error, int4")},
-        "int2": {2: ("", "local error, int2")},
-        0.084: table['`preset("topk-fortieth")`'],
-        100: table["`ratio=100`"],
-        200: {2: ("", "local error, 1/200")},
-        **{bits: {r: row for (b, r), row in thousandth.items() if b == bits} for bits in (0.5, 1.0)},
+        ("int4", 1): {2: ("", "local error, int4")},
+        ("int2", 1): {2: ("", "local error, int2")},
+        (0.084, 1): table['`preset("topk-fortieth")`'],
+        (100, 1): table["`ratio=100`"],
+        (200, 1): {2: ("", "local error, 1/200")},
+        **thousandth,
     }
-    assert len(rows) == len(accuracy.ADAPTIVE_UPDATES)
+    texts = {row["way"]: float(row["over plain DDP"].split()[0]) for row in tables.record("diloco-96")["rows"]}
+    of_texts = {
+        ("int4", 4): "updates, int4, every 4",
+        ("int4", 13): "updates, int4, every 13",
+        (100, 1): "updates, 1/100",
+        (1.0, 32): "updates, 1 bit, every 32",
+    }
+    assert len(rows | of_texts) == len(accuracy.ADAPTIVE_UPDATES)
     for (codec, own), figures, _, every in accuracy.ADAPTIVE_UPDATES:
-        files = rows[own.get("ratio", own.get("density", own.get("bits", codec)))]
-        found = {}
-        for model, (ranks, (ending, label)) in product(tables.MODELS, files.items()):
+        key = own.get("ratio", own.get("density", own.get("bits", codec))), every
+        found = {("byte transformer", 4): texts[of_texts[key]]} if key in of_texts else {}
+        for model, (ranks, (ending, label)) in product(tables.MODELS, rows.get(key, {}).items()):
             name = f"adamw-{model}-{ranks}" + (f"-{ending}" if ending else "")
             if label in tables.record(name)["found"]:
                 found[tables.MODELS[model], ranks] = mean(tables.over(name, label))

@@ -114,13 +114,19 @@ ADAPTIVE = (
     Measured(FP16, {}, _ADAMW),
 )
 
-# Updates, with Adam clipped as docs/updates.md recommends, and with SGD.
+# Updates, with Adam clipped as docs/updates.md recommends, and with SGD. docs/low-communication.md has the
+# byte transformer, with one seed.
 PLAIN_UPDATES = (
     Measured(HUNDREDTH_OF_SGD, {("LSTM", 2): 0.2}, {("LSTM", 2): 1.1}, 1),
     Measured(HUNDREDTH, {("LSTM", 2): 11.1}, {("LSTM", 2): 1.1}, 1),
 )
 ADAPTIVE_UPDATES = (
-    Measured(("deadzone", {"bits": 1.0}), {("GRU", 4): -0.5, ("transformer", 4): 1.2}, _ADAMW, 32),
+    Measured(
+        ("deadzone", {"bits": 1.0}),
+        {("GRU", 4): -0.5, ("transformer", 4): 1.2, ("byte transformer", 4): 5.8},
+        _ADAMW,
+        32,
+    ),
     Measured(
         ("deadzone", {"bits": 0.5}), {("GRU", 2): 0.2, ("GRU", 4): 3.9, ("transformer", 2): 0.7}, _ADAMW, 16
     ),
@@ -134,10 +140,13 @@ ADAPTIVE_UPDATES = (
             ("transformer", 2): -0.7,
             ("transformer", 4): -1.6,
             ("transformer", 8): 1.3,
+            ("byte transformer", 4): 2.7,
         },
         _ADAMW,
         1,
     ),
+    Measured(INT4, {("byte transformer", 4): 2.7}, {}, 13),
+    Measured(INT4, {("byte transformer", 4): 1.4}, {}, 4),
     Measured(
         FORTIETH,
         {

@@ -1,7 +1,7 @@
 """Chooses how "auto" sends updates: the largest payload whose exchange hardly lengthens a step.
 
-All candidates have kept the loss of uncompressed training within what its seeds differ by, and of two of them
-the larger payload loses less. So the fewest bytes are no goal here: the most are, as long as they cost less
+In most models that were measured all candidates kept the loss of uncompressed training within what its seeds
+differ by (config/accuracy.py), and of two of them the larger payload loses less. So the fewest bytes are no goal here: the most are, as long as they cost less
 than a twentieth of a step on this network or, where none does, hardly more than the fewest.
 """
 
