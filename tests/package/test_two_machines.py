@@ -83,10 +83,11 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 
 def test_the_link_is_measured_and_judged(machines: Machines) -> None:
+    shapes = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_positions": 32, "vocab_size": 64}
+    for host in range(2):
+        (machines.room / str(host) / "config.json").write_text(json.dumps(shapes))
     first, other = ended(machines.type("sidcomp bench"))
     assert "int4" in first and "link.json" in first and "int4" not in other
-    shapes = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_positions": 32, "vocab_size": 64}
-    (machines.room / "0" / "config.json").write_text(json.dumps(shapes))
     judged, _ = machines.type("sidcomp estimate")
     assert "updates" in ended([judged])[0]
 
