@@ -136,7 +136,8 @@ static void compensation_received(const sid_plan *p, float *const *vec, const fl
     if (p->codec->info.traits & SID_LOSSLESS) /* a full-precision step */
         for (uint32_t i = 0; i < len; i++) vec[0][i] = 0;
     else
-        for (uint32_t i = 0; i < len; i++) vec[0][i] = saturate(vec[0][i] - x[i]);
+        for (uint32_t i = 0; i < len; i++) /* not what a payload has that is not finite: the vector would keep it */
+            if (sid_key(x[i]) < SID_KEY_INF) vec[0][i] = saturate(vec[0][i] - x[i]);
 }
 
 const sid_memory sid_memory_compensation = {

@@ -49,7 +49,12 @@ struct sid_memory1 { /* residual, momentum, compensation: acc = beta kept + gamm
     __device__ void undo(float *vec, float g) const {
         vec[0] = beta > 0 ? sid_saturated((vec[0] - gamma * g) / beta) : 0.0f;
     }
-    __device__ void received(float *vec, float x) const { vec[0] = forgets ? 0.0f : sid_saturated(vec[0] - x); }
+    __device__ void received(float *vec, float x) const { /* x: of a payload, and so perhaps not finite */
+        if (forgets)
+            vec[0] = 0;
+        else if (sid_key(x) < SID_KEY_INF)
+            vec[0] = sid_saturated(vec[0] - x);
+    }
 };
 
 struct sid_memory2 { /* dgc: vec[1] is the velocity */

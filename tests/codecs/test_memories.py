@@ -147,6 +147,23 @@ def test_compensation_is_the_mean_of_the_error() -> None:
     assert np.allclose(kept, wanted - got, atol=1e-5)
 
 
+def test_a_payload_that_is_not_finite_leaves_the_compensation_finite() -> None:
+    """Sparse values travel as they are: only their sender says whether they are finite. What is not is written,
+    and no later step keeps it."""
+    plan = _core.Plan("topk", "compensation", 100, "float32", {"density": 0.1})
+    x = np.random.default_rng(3).normal(size=100).astype(np.float32)
+    at = ref.Step(step=1, group=0)
+    for value in (np.nan, np.inf, -np.inf):
+        rank = Rank(plan)
+        good = rank.encode(Vector(x), at)
+        words = np.frombuffer(good, "<f4").copy()
+        (place,) = np.flatnonzero(words[16:] == x[np.abs(x).argmax()])
+        words[16 + place] = value
+        out = Vector(np.zeros(100, np.float32))
+        rank.decode([ref.with_header(words.tobytes(), False)], 1.0, out, at)
+        assert not np.isfinite(out.read()).all() and np.isfinite(rank.residual()).all()
+
+
 def test_a_full_precision_step_resets_the_compensation() -> None:
     n, world = 100, 2
     rng = np.random.default_rng(1)
