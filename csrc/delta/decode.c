@@ -32,7 +32,7 @@ static uint64_t load_64(const uint8_t *p) {
 static const char *open_model(reader *r, const delta_head *h, const uint8_t *table, uint32_t width) {
     const delta_alphabet a = delta_alphabet_of(h->shift % DELTA_SIGNED, h->shift / DELTA_SIGNED, h->mode, width);
     uint16_t freq[SID_RANS_SYMBOLS] = {0};
-    uint32_t total = 0, bad = a.shift > a.bits;
+    uint32_t total = 0, bad = a.shift > a.bits || h->symbols > a.zero + a.classes * (1 + a.with_sign);
     memcpy(freq, table, 2u * h->symbols);
     for (uint32_t s = 0; s < h->symbols; s++) {
         bad |= !freq[s];

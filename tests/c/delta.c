@@ -449,7 +449,34 @@ static void refuse_edit(const sid_delta_block *at, coded *c, uint64_t place, uin
     c->body.p[place] ^= bit;
     CHECK(sid_delta_check(at, c->body.p, &c->entry, &err) == SID_OK, "%s: %s", what, err.text);
 }
+/* A symbol that the alphabet does not have: of signed classes there are seven beside zero. */
+static void refuse_a_16th(void) {
+    pair p = pair_new(SID_DELTA_PLAIN32, 5000, 2, BY_SCALE, 4);
+    const sid_segment old = {p.old.p, p.n}, now = {p.now.p, p.n};
+    const sid_delta_block b = whole(&p, &now, SID_ISA_AUTO), at = whole(&p, &old, SID_ISA_AUTO);
+    coded c = encode(&b, &old);
+    sid_error err;
+    uint16_t freq[SID_RANS_SYMBOLS] = {0}, most = 0;
+    uint8_t *const table = c.body.p + sizeof(delta_head);
+    delta_head h;
+    memcpy(&h, c.body.p, sizeof h);
+    CHECK(h.symbols > 12, "%u symbols", h.symbols); /* their table has the same bytes as of 16 */
+    memcpy(freq, table, 2u * h.symbols);
+    for (uint16_t s = 0; s < h.symbols; s++)
+        if (freq[s] > freq[most]) most = s;
+    for (uint32_t s = h.symbols; s < SID_RANS_SYMBOLS; s++, freq[most]--) freq[s] = 1;
+    h.symbols = SID_RANS_SYMBOLS;
+    h.shift |= DELTA_SIGNED;
+    memcpy(c.body.p, &h, sizeof h);
+    memcpy(table, freq, sizeof freq);
+    CHECK(sid_delta_check(&at, c.body.p, &c.entry, &err) == SID_E_CORRUPT && strstr(err.text, "frequencies"), "%s",
+          err.text);
+    block_free(&c.body);
+    pair_free(&p);
+}
+
 void test_delta_strict(void) {
+    refuse_a_16th();
     for (int dense = 0; dense < 2; dense++) {
         pair p = pair_new(SID_DELTA_PLAIN32, 5000, dense ? 2 : 1000, BY_SCALE, 4);
         const sid_segment old = {p.old.p, p.n}, now = {p.now.p, p.n};
