@@ -268,8 +268,9 @@ static sid_status decode(const sid_gather *g, const sid_segment *seg, uint32_t n
 }
 
 static sid_status check_arguments(const sid_plan *p, const void *payloads, uint32_t count, const sid_segment *seg,
-                                  uint32_t n_seg, sid_error *err) {
+                                  uint32_t n_seg, const void *state, sid_error *err) {
     if (err) err->text[0] = 0;
+    if ((uintptr_t)state % 64) return sid_fail(err, SID_E_ARG, "state must start at a multiple of 64 bytes");
     if (p && payloads && count && count <= SID_MAX_COUNT && (!n_seg || seg)) return SID_OK;
     return sid_fail(err, SID_E_ARG, "plan, payloads or segments is NULL, or count is %u: it must be 1 to %d", count,
                     SID_MAX_COUNT);
@@ -281,7 +282,7 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
     sid_report none;
     if (!report) report = &none;
     *report = (sid_report){0, 0};
-    const sid_status s = check_arguments(p, payloads, count, seg, n_seg, err);
+    const sid_status s = check_arguments(p, payloads, count, seg, n_seg, state, err);
     if (s) return s;
     if ((uintptr_t)payloads % 8 || stride % 8 || (count > 1 && stride < p->sizes.payload))
         return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, and at least %llu bytes apart",
@@ -296,7 +297,7 @@ sid_status sid_decode_list(const sid_plan *p, const void *const *payloads, uint3
     sid_report none;
     if (!report) report = &none;
     *report = (sid_report){0, 0};
-    const sid_status s = check_arguments(p, payloads, count, seg, n_seg, err);
+    const sid_status s = check_arguments(p, payloads, count, seg, n_seg, state, err);
     if (s) return s;
     for (uint32_t i = 0; i < count; i++)
         if (!payloads[i] || (uintptr_t)payloads[i] % 8)
@@ -306,7 +307,7 @@ sid_status sid_decode_list(const sid_plan *p, const void *const *payloads, uint3
 }
 
 sid_status sid_learn(const sid_plan *p, void *state, const void *payload) {
-    if (!p || !state || !payload || (uintptr_t)payload % 8) return SID_E_ARG;
+    if (!p || !state || !payload || (uintptr_t)payload % 8 || (uintptr_t)state % 64) return SID_E_ARG;
     sid_gather g = {.plan = p, .payloads = payload, .count = 1, .scale = 1};
     if (p->codec->learn && !nonfinite(&g)) p->codec->learn(p, state, payload);
     return SID_OK;

@@ -5,6 +5,7 @@
 #include "core.h"
 
 sid_status sid_set_param(const sid_info *info, double *value, const sid_setting *s, int *known, sid_error *err) {
+    if (!s->name) return sid_fail(err, SID_E_ARG, "a setting's name is NULL");
     for (uint32_t i = 0; i < info->n_params; i++) {
         const sid_param *q = &info->params[i];
         if (strcmp(q->name, s->name)) continue;

@@ -157,9 +157,9 @@ static uint32_t bits_for(uint32_t most) {
     return bits;
 }
 
-static uint32_t bits_at(const sid_exchange *x, uint32_t round) {
-    return bits_for(round < x->world - 1 ? round + 1 : x->world);
-}
+/* The largest count of a round's message: so many ranks' signs are in it. */
+static uint32_t most_at(const sid_exchange *x, uint32_t round) { return round < x->world - 1 ? round + 1 : x->world; }
+static uint32_t bits_at(const sid_exchange *x, uint32_t round) { return bits_for(most_at(x, round)); }
 static uint64_t body_at(const sid_exchange *x, uint32_t round) { return x->slice / 8 * bits_at(x, round); }
 
 static sid_status plan_expand(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
@@ -214,13 +214,19 @@ static void pack(const sid_exchange *x, const uint8_t *code, uint64_t n, uint32_
         }
 }
 
-/* out += the codes: eight of them lie in `bits` bytes. */
-static void unpack_add(const uint8_t *in, uint64_t n, uint32_t bits, uint8_t *out) {
+/* out += the codes: eight of them lie in `bits` bytes. Returns the largest code. */
+static uint32_t unpack_add(const uint8_t *in, uint64_t n, uint32_t bits, uint8_t *out) {
+    uint32_t most = 0;
     for (uint64_t i = 0; i < n; i += 8) {
         uint64_t word = 0;
         memcpy(&word, in + i / 8 * bits, bits);
-        for (uint32_t b = 0; b < 8; b++) out[i + b] = (uint8_t)(out[i + b] + (word >> (b * bits) & ((1u << bits) - 1)));
+        for (uint32_t b = 0; b < 8; b++) {
+            const uint32_t code = (uint32_t)(word >> (b * bits)) & ((1u << bits) - 1);
+            most = code > most ? code : most;
+            out[i + b] = (uint8_t)(out[i + b] + code);
+        }
     }
+    return most;
 }
 
 static uint8_t *counts_of(const sid_exchange_step *t, uint32_t s) {
@@ -235,7 +241,11 @@ static void receive_expand(sid_exchange_step *t, uint32_t round) {
     if (sid_frame_open(t, (const sid_frame *)(const void *)frame, round, body_at(x, round), before(x), &flags)) return;
     sid_fault_of(t)->flags |= flags & SID_FRAME_NONFINITE;
     if (round >= x->world - 1) memset(counts, 0, x->slice);
-    unpack_add(frame + SID_FRAME_BYTES, x->slice, bits_at(x, round), counts);
+    if (unpack_add(frame + SID_FRAME_BYTES, x->slice, bits_at(x, round), counts) > most_at(x, round))
+        sid_blame(t,
+                  sid_fail(t->err, SID_E_CORRUPT, "the message of rank %u in round %u counts more signs than it has",
+                           before(x), round),
+                  before(x));
 }
 
 static sid_status advance_expand(sid_exchange_step *t, uint32_t round) {

@@ -100,12 +100,17 @@ int sid_exchange_has_meanwhile(const sid_exchange *x) {
     return x->within ? sid_exchange_has_meanwhile(sid_within(x)) : x->rounds > 0;
 }
 
+/* Whether it is this rank's, as encode has checked it in round 0. */
+static int own(const sid_exchange *x, const sid_step *step) {
+    return step->rank == x->rank && step->world == x->world && !(step->group >> SID_SUBGROUPS);
+}
+
 sid_status sid_exchange_meanwhile(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
                                   sid_segment *cut, void *state, void *work, const sid_step *step, void *wire) {
     sid_report report = {0, 0};
     sid_error text = {{0}};
     if (!x || !step || round >= x->sizes.rounds || (n_seg && (!seg || !cut)) || !aligned(work) || !aligned(state) ||
-        !aligned(wire) || holds(x, seg, n_seg))
+        !aligned(wire) || step->origin % 64 || !own(x, step) || holds(x, seg, n_seg))
         return SID_E_ARG;
     sid_exchange_step t = {x, seg, cut, n_seg, state, work, wire, step, &report, &text};
     if (x->kind->meanwhile && round < x->rounds && sid_fault_of(&t)->encoded & SID_OWN) x->kind->meanwhile(&t, round);
@@ -124,7 +129,7 @@ sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid
         return sid_fail(err, SID_E_ARG, "exchange, step or segments is NULL, or there is no round %u", round);
     if (!aligned(work) || !aligned(state) || !aligned(wire) || step->origin % 64)
         return sid_fail(err, SID_E_ARG, "state, its origin, work and wire must start at multiples of 64 bytes");
-    if (step->rank != x->rank || step->world != x->world || step->group >> SID_SUBGROUPS)
+    if (!own(x, step))
         return sid_fail(err, SID_E_ARG,
                         "the step is of rank %u of %u, group %u; the exchange is for rank %u of %u, groups below 2^%d",
                         step->rank, step->world, step->group, x->rank, x->world, SID_SUBGROUPS);

@@ -15,13 +15,10 @@ enum {
     MINE, /* x->place, in wire: own payloads of all slices; what the ranks have for our slice; the means */
     THEIRS,
     MEANS,
-    SERVER /* in state: what is kept for all */
-};
-enum {
-    SUM, /* x->word, times 64: places in work: the mean of our slice; the codec's */
+    SERVER, /* in state: what is kept for all */
+    SUM,    /* in work: the mean of our slice; the codec's */
     SCRATCH
 };
-static uint64_t place(const sid_exchange *x, uint32_t i) { return 64ull * x->word[i]; }
 
 static const sid_plan *plan_of(const sid_exchange *x, const sid_plan *plan, uint32_t s) {
     return &plan[sid_slice_kind(x, s)];
@@ -71,9 +68,9 @@ static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_e
     x->place[SERVER] = w * sid_round_up(own->state, 64);
     x->sizes.state = x->place[SERVER] + sid_round_up(server->state, 64);
     const uint64_t scratch = own->work > server->work ? own->work : server->work;
-    x->word[SUM] = SID_FAULT_BYTES / 64;
-    x->word[SCRATCH] = x->word[SUM] + (uint32_t)(sid_round_up(4 * x->slice, 64) / 64);
-    x->sizes.work = place(x, SCRATCH) + scratch;
+    x->place[SUM] = SID_FAULT_BYTES;
+    x->place[SCRATCH] = x->place[SUM] + sid_round_up(4 * x->slice, 64);
+    x->sizes.work = x->place[SCRATCH] + scratch;
     x->sizes.messages = x->world - 1;
     sid_exchange_costs(x, 1 + 1.0 / x->world, 2, 0, 0);
     x->sizes.vectors = memory->vectors + x->server->memory->vectors;
@@ -105,7 +102,7 @@ static uint32_t messages(const sid_exchange *x, uint32_t round, int receive, sid
 
 /* ---- a step -------------------------------------------------------------------------------------------------- */
 
-static float *sum_of(const sid_exchange_step *t) { return (float *)(void *)(t->work + place(t->x, SUM)); }
+static float *sum_of(const sid_exchange_step *t) { return (float *)(void *)(t->work + t->x->place[SUM]); }
 
 static void first_shot(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
@@ -114,7 +111,7 @@ static void first_shot(sid_exchange_step *t) {
         const sid_step step = sid_slice_step(t->step, s, x->rank, x->world);
         const uint32_t segs = sid_cut(t, sid_slice_start(x, s), sid_slice_len(x, s));
         uint8_t *to = t->wire + (s == x->rank ? x->place[THEIRS] : 0) + s * x->plan->sizes.payload;
-        sid_encode_part(t, plan_of(x, x->plan, s), t->cut, segs, t->state + state_at(x, s), t->work + place(x, SCRATCH),
+        sid_encode_part(t, plan_of(x, x->plan, s), t->cut, segs, t->state + state_at(x, s), t->work + x->place[SCRATCH],
                         &step, to);
     }
     if (!f->status) f->encoded |= SID_OWN;
@@ -140,7 +137,7 @@ static void second_shot(sid_exchange_step *t) {
     }
     /* not finite: NaN, which the mean's payload then shows by its flag */
     sid_decode_sound(own, in, stride, x->world, 1.0f / (float)x->world, &all, SID_F32, NULL, &report);
-    if (!sid_encode_part(t, plan_of(x, x->server, s), &all, 1, t->state + x->place[SERVER], t->work + place(x, SCRATCH),
+    if (!sid_encode_part(t, plan_of(x, x->server, s), &all, 1, t->state + x->place[SERVER], t->work + x->place[SCRATCH],
                          &to, payload))
         sid_fault_of(t)->encoded |= SID_FOR_ALL;
 }

@@ -426,7 +426,7 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
     return sid_enqueue(c, {segs_dev, n_seg, p->dtype, 0, 0}, work);
 }
 
-static sid_status check_step(const sid_step *step, sid_error *err) {
+sid_status sid_check_step(const sid_step *step, sid_error *err) {
     if (step && step->origin % 64)
         return sid_fail(err, SID_E_ARG, "the step's origin is %lld: it must be a multiple of 64 bytes",
                         (long long)step->origin);
@@ -442,7 +442,7 @@ sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint3
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
     if ((uintptr_t)stats_dev % 8) return sid_fail(err, SID_E_ARG, "stats must start at a multiple of 8 bytes");
-    const sid_status s = check_step(step, err);
+    const sid_status s = sid_check_step(step, err);
     if (s) return s;
     c.step = *step;
     c.stats = (sid_stats *)stats_dev;
@@ -454,7 +454,7 @@ sid_status sid_cuda_next_reduction(const sid_plan *p, uint32_t reduction, const 
                                    void *stream, sid_error *err) {
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
-    const sid_status s = check_step(step, err);
+    const sid_status s = sid_check_step(step, err);
     if (s) return s;
     if (!reduction)
         return sid_fail(err, SID_E_ARG, "reduction 0: sid_cuda_encode writes its slice; ask for 1 or a later one");

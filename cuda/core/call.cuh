@@ -226,6 +226,8 @@ struct sid_table {
     sid_dtype dtype;
     uint64_t before, after; /* so many other elements */
 };
+/* Whether an encode or an exchange may read it. */
+sid_status sid_check_step(const sid_step *step, sid_error *err);
 sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work);
 /* The number of encodes, out of `count`, that one call may have, in c.several. 0: codec or memory have no such call. */
 uint32_t sid_several_at_once(const sid_plan *p, uint32_t count, const sid_stream &to);

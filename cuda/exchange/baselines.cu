@@ -158,10 +158,12 @@ sid_status finish_cascade(sid_cuda_exchange_step &t) {
 
 /* ---- expand -------------------------------------------------------------------------------------------------------- */
 
-uint32_t bits_at(const sid_exchange *x, uint32_t round) { /* of a count in this round's messages */
-    const uint32_t most = round < x->world - 1 ? round + 1 : x->world;
+uint32_t most_at(const sid_exchange *x, uint32_t round) { /* the largest count of this round's messages */
+    return round < x->world - 1 ? round + 1 : x->world;
+}
+uint32_t bits_at(const sid_exchange *x, uint32_t round) {
     uint32_t bits = 0;
-    while (most >> bits) bits++;
+    while (most_at(x, round) >> bits) bits++;
     return bits;
 }
 
@@ -181,7 +183,7 @@ sid_status counts_of(const sid_cuda_exchange_step &t, uint8_t **counts) {
 /* A hop of a slice of `len` elements, a multiple of 256. */
 struct counting {
     sid_hop hop; /* in and out: of the same slice */
-    uint32_t in_bits, out_bits;
+    uint32_t in_bits, out_bits, in_most;
     uint64_t first, len, n;
     uint8_t *counts; /* or NULL: they are not final */
     bool adds;       /* own signs, to what came in; else that replaces them */
@@ -201,6 +203,7 @@ __global__ void __launch_bounds__(SID_BLOCK, BLOCKS) sid_counting_kernel(sid_fra
     uint32_t *const goes = (uint32_t *)(void *)(s.wire + k.hop.out.frame + SID_FRAME_BYTES);
     const uint32_t *const signs = (const uint32_t *)(const void *)(s.wire + SID_HEADER_BYTES);
     sid_part_sum ins = {0}, outs = {0};
+    bool bad = false;
     for (uint64_t w = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; w < k.len / 32;
          w += (uint64_t)gridDim.x * SID_BLOCK) {
         uint32_t count[8] = {};
@@ -216,7 +219,9 @@ __global__ void __launch_bounds__(SID_BLOCK, BLOCKS) sid_counting_kernel(sid_fra
                     bits |= (uint64_t)x << held;
                     held += 32;
                 }
-                count[i / 4] |= ((uint32_t)bits & ((1u << k.in_bits) - 1)) << (8 * (i % 4));
+                const uint32_t one = (uint32_t)bits & ((1u << k.in_bits) - 1);
+                bad |= one > k.in_most;
+                count[i / 4] |= one << (8 * (i % 4));
                 bits >>= k.in_bits;
                 held -= k.in_bits;
             }
@@ -248,6 +253,7 @@ __global__ void __launch_bounds__(SID_BLOCK, BLOCKS) sid_counting_kernel(sid_fra
             held -= 32;
         }
     }
+    if (bad) s.head->report.status = SID_E_CORRUPT; /* all who write it write the same */
     sid_add_sums(s.head->in, ins, part);
     __syncthreads(); /* part is used again */
     sid_add_sums(s.head->out, outs, part);
@@ -327,6 +333,7 @@ sid_status advance_expand(sid_cuda_exchange_step &t, uint32_t round) {
     if (round) {
         x->kind->messages(x, round - 1, 1, &m);
         k.in_bits = bits_at(x, round - 1);
+        k.in_most = most_at(x, round - 1);
         k.hop.in = {m.offset, m.bytes - SID_FRAME_BYTES, 0, 0, round - 1, m.peer, 0};
     }
     if (round < x->rounds) {

@@ -83,7 +83,11 @@ __global__ void __launch_bounds__(SID_LANES)
 __global__ void __launch_bounds__(SID_LANES) sid_hop_end_kernel(sid_frames s, sid_hop h) {
     sid_follow();
     if (threadIdx.x) return;
-    if (h.in.frame) sid_open_frame(s, h.in, s.head->in);
+    if (h.in.frame) {
+        sid_open_frame(s, h.in, s.head->in);
+        if (s.head->report.status) sid_blame_rank(s.head->fault, s.head->report.status, h.in.peer);
+        s.head->report = {0, 0, SID_OK, 0};
+    }
     if (h.out.frame) sid_close_frame(s, h.out, s.head->out);
     s.head->in = s.head->out = {0};
 }
@@ -213,13 +217,11 @@ static sid_status step_of(const sid_exchange *x, uint32_t round, const sid_segme
     if (err) err->text[0] = 0;
     sid_status status = kernels_of(x, kind, err);
     if (status) return status;
-    if (!step || round > x->sizes.rounds || step->rank != x->rank || step->world != x->world ||
-        step->group >> SID_SUBGROUPS)
-        return sid_fail(err, SID_E_ARG, "step is NULL or of another rank than the exchange, or there is no round %u",
+    status = sid_check_step(step, err);
+    if (status) return status;
+    if (round > x->sizes.rounds || step->rank != x->rank || step->world != x->world || step->group >> SID_SUBGROUPS)
+        return sid_fail(err, SID_E_ARG, "the step is of another rank than the exchange, or there is no round %u",
                         round);
-    if (!(step->carry >= 0) || sid_key(step->carry) >= SID_KEY_INF)
-        return sid_fail(err, SID_E_ARG, "the step's carry is %g: it must be finite and not negative",
-                        (double)step->carry);
     status = table_holds(segs_dev, n_seg, err);
     if (status) return status;
     for (const void *p : {(const void *)state, (const void *)work, (const void *)wire})

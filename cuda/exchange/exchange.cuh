@@ -121,15 +121,12 @@ struct sid_frames {
     uint8_t *wire;
     sid_exchange_head *head;
     sid_draw draw; /* this rank's random stream, and by it step and group */
-    uint32_t rank;
+    uint32_t rank, world;
     uint16_t exchange;
 };
 inline sid_frames sid_frames_of(const sid_cuda_exchange_step &t) {
-    return {t.wire,
-            t.head,
-            {sid_salt(t.step.seed, t.step.rank), t.step.group, t.step.step},
-            t.step.rank,
-            t.x->kind->info.wire_id};
+    return {t.wire,      t.head,     {sid_salt(t.step.seed, t.step.rank), t.step.group, t.step.step},
+            t.step.rank, t.x->world, t.x->kind->info.wire_id};
 }
 
 /* The frame's checksum, with `body` the share of what follows it. */
@@ -150,7 +147,8 @@ __device__ inline void sid_open_frame(const sid_frames &s, const sid_hop_side &h
              f.group != s.draw.group)
         sid_blame_rank(fault, SID_E_MISMATCH, h.peer);
     else if (f.flags & SID_FRAME_POISON)
-        sid_blame_rank(fault, SID_E_CORRUPT, f.flags >> SID_FRAME_CULPRIT);
+        sid_blame_rank(fault, SID_E_CORRUPT,
+                       f.flags >> SID_FRAME_CULPRIT < s.world ? f.flags >> SID_FRAME_CULPRIT : h.peer);
     else
         fault.flags |= f.flags & SID_FRAME_NONFINITE;
 }
@@ -169,7 +167,7 @@ __device__ inline void sid_close_frame(const sid_frames &s, const sid_hop_side &
 }
 
 /* After a kernel that has read the body of h.in and written that of h.out, whose sums are in the head: opens the one frame
- * and closes the other. */
+ * and closes the other. head->report: what the kernel has found wrong with the body. */
 sid_status sid_end_hop(const sid_stream &to, const sid_frames &s, const sid_hop &h);
 
 /* ---- slices that all ranks have as payloads --------------------------------------------------------------------------- */

@@ -237,6 +237,9 @@ void test_calls_refused(void) {
         CHECK(sid_decode(p, payload, g.sizes.payload - 8, 2, 1, &good, 1, NULL, NULL, NULL, &err) == SID_E_ARG,
               "payloads that overlap");
         CHECK(sid_decode(p, payload, 4, 1, 1, &good, 1, NULL, NULL, NULL, &err) == SID_E_ARG, "a stride of 4");
+        CHECK(sid_decode(p, payload, 0, 1, 1, &good, 1, g.state.p + 8, NULL, NULL, &err) == SID_E_ARG,
+              "a misaligned state");
+        CHECK(sid_learn(p, g.state.p + 8, payload) == SID_E_ARG, "learn: a misaligned state");
         CHECK(sid_decode(p, payload, 0, 1, 1, NULL, 1, NULL, NULL, NULL, &err) == SID_E_ARG, "no segments");
         CHECK(sid_decode(p, payload, 0, 1, 1, &shorter, 1, NULL, NULL, NULL, &err) == SID_E_ARG, "too few elements");
         CHECK(sid_decode(p, payload, 0, 1, 1, &null, 1, NULL, NULL, NULL, &err) == SID_E_ARG, "a NULL segment");

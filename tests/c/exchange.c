@@ -16,6 +16,7 @@ void test_exchange_faults(void);
 void test_exchange_names_nobody(void);
 void test_exchange_refused_late(void);
 void test_exchange_sums_watched(void);
+void test_exchange_counts_checked(void);
 void test_exchange_thrown_away(void);
 
 enum {
@@ -214,6 +215,17 @@ void test_exchange_configs_refused(void) {
     c = (sid_config){.codec = "marsit", .memory = "compensation", .n = 100, .settings = &s, .n_settings = 1};
     const sid_exchange_config torus = {"torus1", &c, 0, 4};
     CHECK(sid_exchange_make(&torus, NULL, &bytes, &err) == SID_E_PARAM && strstr(err.text, "rows = 3"), "%s", err.text);
+    const sid_setting nameless = {NULL, 3};
+    c.settings = &nameless;
+    CHECK(sid_exchange_make(&torus, NULL, &bytes, &err) == SID_E_ARG && strstr(err.text, "NULL"), "%s", err.text);
+    CHECK(sid_plan_make(&c, NULL, &bytes, &err) == SID_E_ARG && strstr(err.text, "NULL"), "%s", err.text);
+    const sid_config large = {.codec = "topk", .memory = "residual", .n = 1ull << 37, .dtype = SID_F32};
+    const sid_exchange_config one = {"twoshot", &large, 0, 1};
+    CHECK(sid_exchange_make(&one, NULL, &bytes, &err) == SID_OK, "%s", err.text);
+    block made = block_new(bytes, 0);
+    CHECK(sid_exchange_make(&one, made.p, &bytes, &err) == SID_OK, "%s", err.text);
+    CHECK(sid_exchange_sizes_of((const sid_exchange *)(const void *)made.p).work > 4 * large.n, "no room for a sum");
+    block_free(&made);
     const sid_setting huge = {"rows", 1e9};
     c.settings = &huge;
     CHECK(sid_exchange_make(&torus, NULL, &bytes, &err) == SID_E_PARAM && strstr(err.text, "range"), "%s", err.text);
@@ -237,6 +249,8 @@ void test_exchange_configs_refused(void) {
     CHECK(sid_exchange_meanwhile(NULL, 0, seg, k, room, st, wk, &at, wi) == SID_E_ARG, "meanwhile: no exchange");
     CHECK(sid_exchange_meanwhile(x, p.sizes.rounds, seg, k, room, st, wk, &at, wi) == SID_E_ARG, "meanwhile: round");
     CHECK(sid_exchange_meanwhile(x, 0, seg, k - 1, room, st, wk, &at, wi) == SID_E_ARG, "meanwhile: segments");
+    CHECK(sid_exchange_meanwhile(x, 0, seg, k, room, st, wk, &other, wi) == SID_E_ARG, "meanwhile: another rank");
+    CHECK(sid_exchange_meanwhile(x, 0, seg, k, room, st, wk, &far, wi) == SID_E_ARG, "meanwhile: group");
     CHECK(sid_exchange_meanwhile(x, 0, seg, k, room, st, wk, &at, wi) == SID_OK, "meanwhile: no step");
     CHECK(sid_exchange_has_meanwhile(x) && !sid_exchange_has_meanwhile(NULL), "has meanwhile");
     CHECK(sid_exchange_messages(x, 99, 0, m) == 0, "messages of no round");
@@ -315,6 +329,7 @@ typedef struct wound {
     uint64_t place[2];
     uint8_t mask[2];
     int forged; /* or, if it is a frame: its rank says that one failed which does not exist, 1 + the peer once done */
+    int full;   /* all bits of its body are set, and its checksum says so */
 } wound;
 
 /* A bit of some message that the rank in the middle gets, if it gets any. */
@@ -377,6 +392,11 @@ static uint32_t hurt(party *p, uint64_t step, wound *w, uint32_t *failed, sid_er
             }
             if (w->forged && round == w->round && r == w->rank && receives)
                 forge(p->wire[r].p + in[w->message].offset, in[w->message].bytes, in[w->message].peer, w);
+            if (w->full && round == w->round && r == w->rank) {
+                uint8_t *message = p->wire[r].p + in[w->message].offset;
+                memset(message + SID_FRAME_BYTES, 0xff, (size_t)(in[w->message].bytes - SID_FRAME_BYTES));
+                message_sign(message, in[w->message].bytes, offsetof(sid_frame, checksum));
+            }
             for (uint32_t i = 0; i < w->count && round == w->round && r == w->rank; i++)
                 p->wire[r].p[in[w->message].offset + w->place[i]] ^= w->mask[i];
         }
@@ -542,6 +562,25 @@ void test_exchange_sums_watched(void) {
             if (open_party(&p, noded ? "hierarchical" : "allreduce", &c, noded ? 4 : 3)) bytes_and_bits(&p);
             close_party(&p);
         }
+}
+
+/* Counts of more signs than there are in a sum, with a right checksum. */
+void test_exchange_counts_checked(void) {
+    party p;
+    float x[700];
+    sid_error err;
+    sid_report report;
+    const sid_config c = config_of(sid_codec_find("signum"), home_of(sid_codec_find("signum")), 700, SID_F32);
+    CHECK(open_party(&p, "expand", &c, 4), "expand");
+    for (uint32_t round = 1; round < p.sizes.rounds - 1; round++) { /* in round 0 a count has one bit */
+        if (round == 2) continue;                                   /* counts up to 3 in two bits: no room for more */
+        wound w = {.round = round, .rank = 2, .full = 1};
+        fill(&p, round, DATA_NORMAL, x);
+        all_fail(&p, round, &w);
+    }
+    fill(&p, 9, DATA_NORMAL, x);
+    CHECK(step_all(&p, 9, &report, &err) == SID_OK, "the step after: %s", err.text);
+    close_party(&p);
 }
 
 /* ---- steps that are thrown away -------------------------------------------------------------------------------- */

@@ -55,6 +55,7 @@
     X(exchange_names_nobody)                                                                                           \
     X(exchange_refused_late)                                                                                           \
     X(exchange_sums_watched)                                                                                           \
+    X(exchange_counts_checked)                                                                                         \
     X(exchange_thrown_away)                                                                                            \
     X(isa_agrees)                                                                                                      \
     X(steady)                                                                                                          \

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,9 @@ class Device:
         return struct.unpack("<IIi", self.report.get()[:12])
 
 
-def move(ranks: list[Any], round: int, change: tuple[int, ...] | None = None) -> list[bytes]:
-    """The messages of a round; change: a receiver, and bytes of what it gets that are changed."""
+def move(ranks: list[Any], round: int, change: tuple[Any, ...] | None = None) -> list[bytes]:
+    """The messages of a round; change: a receiver, and bytes of what it gets that are changed, or a function
+    that changes it."""
     gone = []
     for r, rank in enumerate(ranks):
         for peer, at, size in rank.x.messages(round, True):
@@ -137,7 +139,10 @@ def move(ranks: list[Any], round: int, change: tuple[int, ...] | None = None) ->
     for rank, at, data, r in gone:
         if change is not None and change[0] == r:
             for place in change[1:]:
-                data[place % len(data)] ^= 4
+                if callable(place):
+                    place(data)
+                else:
+                    data[place % len(data)] ^= 4
         rank.write(at, bytes(data))
     return [bytes(data) for _, _, data, _ in gone]
 
@@ -193,7 +198,7 @@ def run(
     hosts: list[Host],
     devices: list[Device],
     step: int,
-    change: tuple[int, ...] | None = None,
+    change: tuple[Any, ...] | None = None,
     any_nan: bool = False,
 ) -> None:
     """A step on both sides. change: a round, a receiver, and bytes. any_nan: messages may have another NaN,
@@ -721,7 +726,43 @@ def test_two_changed_bits(kind: str, codec: str, world: int, round: int, byte: i
     all_fail(kind, codec, world, round, byte, byte + 8)
 
 
-def all_fail(kind: str, codec: str, world: int, round: int, *places: int) -> None:
+def signed(frame: bytearray) -> None:
+    frame[24:32] = bytes(8)
+    struct.pack_into("<Q", frame, 24, ref.checksum_words(bytes(frame)))
+
+
+def blames_nobody(frame: bytearray) -> None:
+    """As of a rank that failed by the fault of one that does not exist."""
+    (flags,) = struct.unpack_from("<I", frame, 4)
+    struct.pack_into("<I", frame, 4, flags | 1 | 0xFFFF << 16)
+    signed(frame)
+
+
+def overcounts(frame: bytearray) -> None:
+    """More signs than there are in a sum."""
+    frame[32:] = b"\xff" * (len(frame) - 32)
+    signed(frame)
+
+
+@pytest.mark.parametrize(
+    "kind, codec, world, round, forge",
+    [
+        ("ring1", "marsit", 3, 1, blames_nobody),
+        ("torus1", "marsit", 4, 2, blames_nobody),
+        ("expand", "signum", 3, 1, blames_nobody),
+        ("expand", "signum", 4, 1, overcounts),
+        ("expand", "signum", 4, 3, overcounts),
+        ("expand", "signum", 4, 4, overcounts),
+    ],
+)
+def test_a_forged_frame(
+    kind: str, codec: str, world: int, round: int, forge: Callable[[bytearray], None]
+) -> None:
+    """With a right checksum."""
+    all_fail(kind, codec, world, round, forge)
+
+
+def all_fail(kind: str, codec: str, world: int, round: int, *places: Any) -> None:
     hosts, devices = pair(kind, codec, world, 1999, "float32", memory_of(kind), **settings_of(kind, codec))
     assert round < hosts[0].x.rounds - 1
     fill(hosts, devices, 0, "float32")
@@ -831,7 +872,8 @@ def test_arguments() -> None:
     for change, text in (
         ({"report": 0}, "report"),
         ({"device": -1}, "device"),
-        ({"group": 1 << 16}, "step is NULL"),
+        ({"group": 1 << 16}, "another rank"),
+        ({"origin": 4}, "origin is 4: it must be a multiple of 64"),
         ({"carry": -1.0}, "carry"),
         ({"carry": float("inf")}, "carry"),
     ):
