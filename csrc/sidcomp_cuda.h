@@ -20,9 +20,9 @@ int sid_cuda_built(void); /* 1 if the kernels are in this build */
 sid_status sid_cuda_devices(int *count, sid_error *err);
 /* Bytes of work on the device. The state is the same as on the CPU, so that a checkpoint moves between the two. */
 sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err);
-/* Or it to `device`, and a kernel may be launched while the one before it on the stream still runs (programmatic dependent
- * launch); it waits for the end of that one before it touches memory. It is not the default because it has not been measured.
- * Devices before sm_90 ignore it. */
+/* A flag, OR-ed into `device`: a kernel may be launched while the one before it on the stream still runs (programmatic
+ * dependent launch); it waits for the end of that one before it touches memory. It is not the default because it has not been
+ * measured. Devices before sm_90 ignore it. */
 #define SID_CUDA_EARLY (1 << 16)
 /* As sid_encode, sid_next_reduction and sid_decode, on device memory. A next slice needs the ranks' sum of the one before, which
  * must have been enqueued; segments, state, work (as the call before left it), step and payload are those of sid_cuda_encode. */

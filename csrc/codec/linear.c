@@ -76,7 +76,7 @@ static void scale_body(const sid_plan *p, const float *acc, float s, void *to, u
     }
 }
 
-/* Of how many ranks the body becomes a part of the sum. */
+/* The number of ranks whose bodies are summed; each body is divided by it first. */
 static float together(const sid_pass *w) { return w->plan->alone ? 1.0f : (float)w->step->world; }
 
 /* Elements from `offset` on of clamp(acc) * s, rounded to the body's dtype; what is finite stays finite. */
@@ -128,8 +128,6 @@ static void keep(const sid_plan *p, const sid_state *state, float *acc, uint64_t
     for (uint32_t i = 0; i < len; i++) acc[i] -= sent[i];
 }
 
-static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
-
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     if (h->salt && !linear_form_of(p).draws)
@@ -162,7 +160,7 @@ static const sid_param params[] = {
 #define LINEAR_CODEC(symbol, ...)                                                                                      \
     const sid_codec sid_codec_##symbol = {                                                                             \
         .info = {.family = "dense", __VA_ARGS__},                                                                      \
-        SID_STAGES(plan_##symbol, begin, tile, finish, keep, rule_none, check, linear_open, decode)}
+        SID_STAGES(plan_##symbol, begin, tile, finish, keep, sid_no_rule, check, linear_open, decode)}
 
 LINEAR_CODEC(
     none, .name = "none", .memory = "none", .paper = "", .wire_id = 1,

@@ -253,8 +253,6 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     return SID_OK;
 }
 
-static void open_all(sid_gather *g) { (void)g; }
-
 static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     const lossless_form f = lossless_form_of(p);
@@ -275,8 +273,8 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
 static const sid_param params[] = {
     [LOSSLESS_BITS] =
         SID_NUMBER_ROW("bits", SID_INT, 4, 3, 4, "bits",
-                       "Of an exponent: 0, and the largest of 128 elements and those down to 2^5 (3 bits) or "
-                       "2^13 (4) below it. 3 is "
+                       "For an exponent. The codes have zero, and exponents from the largest of each 128 elements "
+                       "down to 2^-5 (3 bits) or 2^-13 (4) of it. 3 is "
                        "smaller where neighbors are of similar size, as in recurrent networks."),
     [LOSSLESS_EXCEPTIONS] = SID_NUMBER_ROW(
         "exceptions", SID_REAL, .05, 0, 1, "of n",
@@ -296,6 +294,6 @@ const sid_codec sid_codec_lossless = {
                 "78 % of bfloat16.",
          SID_PARAMETERS(params),
          .wire_id = 4},
-    SID_STAGES(plan, begin, tile, finish, keep, rule_none, check, open_all, decode),
+    SID_STAGES(plan, begin, tile, finish, keep, rule_none, check, sid_no_cursors, decode),
     .sent_from = sent_from,
 };

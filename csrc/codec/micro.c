@@ -168,8 +168,6 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t off
     p->simd->fp4_take(acc, len, f.shift, t.scale, t.inverse, draw(p, &f, &s->draw, offset, len, &room));
 }
 
-static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
-
 /* ---- decode -------------------------------------------------------------------------------------------------- */
 
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
@@ -208,8 +206,6 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     if (bad) return sid_fail(err, SID_E_CORRUPT, "bytes around the codes are set; they must be 0");
     return SID_OK;
 }
-
-static void open_all(sid_gather *g) { (void)g; }
 
 enum {
     TOGETHER = 8, /* payloads whose sum stays in registers */
@@ -252,7 +248,7 @@ static const sid_param params[] = {
     const sid_codec sid_codec_##symbol = {                                                                             \
         .info =                                                                                                        \
             {.name = #symbol, .family = "quantised", .traits = SID_STOCHASTIC, SID_PARAMETERS(params), __VA_ARGS__},   \
-        SID_STAGES(plan_##symbol, begin, tile, finish, keep, rule_none, check, open_all, decode),                      \
+        SID_STAGES(plan_##symbol, begin, tile, finish, keep, sid_no_rule, check, sid_no_cursors, decode),              \
         .written = written}
 
 MICRO_CODEC(mxfp4, .wire_id = 56, .paper = "OCP Microscaling Formats (MX) Specification 1.0, MXFP4",

@@ -25,8 +25,8 @@ enum {
 };
 
 static const sid_param params[] = {
-    {"r", SID_INT, 4, 1, POWER_RANK, "", NULL, "columns of the factors; at most as many as rows and columns"},
-    {"min_ratio", SID_REAL, 1, 1, 1e6, "", NULL, "a matrix travels as it is unless its factors are so much smaller"},
+    {"r", SID_INT, 4, 1, POWER_RANK, "", NULL, "Columns of the factors; at most as many as rows and columns."},
+    {"min_ratio", SID_REAL, 1, 1, 1e6, "", NULL, "A matrix travels as it is unless its factors are so much smaller."},
 };
 
 /* The tensor as a matrix; p, q and kept are still to be set. */
@@ -389,8 +389,6 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t off
     }
 }
 
-static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
-
 /* ---- decode ------------------------------------------------------------------------------------------------------- */
 
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
@@ -434,6 +432,6 @@ const sid_codec sid_codec_powersgd = {
              SID_PARAMETERS(params),
              .doc = "Matrices are sent as two thin factors that start from those of the last step, averaged by two "
                     "all-reduces; vectors are sent as they are."},
-    SID_STAGES(plan, begin, tile, finish, keep, rule_none, check, linear_open, decode),
+    SID_STAGES(plan, begin, tile, finish, keep, sid_no_rule, check, linear_open, decode),
     .place = place,
     .learn = learn};

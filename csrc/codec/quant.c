@@ -333,8 +333,6 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t off
     p->simd->take_out(acc, len, &g, d);
 }
 
-static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
-
 /* ---- decode -------------------------------------------------------------------------------------------------- */
 
 /* 1 if a byte has a trit of an element that does not exist, or more than five. */
@@ -393,8 +391,6 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     if (bad) return sid_fail(err, SID_E_CORRUPT, "bytes around the codes are set; they must be 0");
     return SID_OK;
 }
-
-static void open_all(sid_gather *g) { (void)g; }
 
 enum {
     TOGETHER = 16
@@ -465,7 +461,7 @@ static const sid_param terngrad_params[] = {
 #define QUANT_CODEC(symbol, rows, ...)                                                                                 \
     const sid_codec sid_codec_##symbol = {                                                                             \
         .info = {.family = "quantised", SID_PARAMETERS(rows), __VA_ARGS__},                                            \
-        SID_STAGES(plan_##symbol, begin, tile, finish, keep, rule_none, check, open_all, decode),                      \
+        SID_STAGES(plan_##symbol, begin, tile, finish, keep, sid_no_rule, check, sid_no_cursors, decode),              \
         .written = written}
 
 QUANT_CODEC(int8, int_params, .name = "int8", .wire_id = 48, .traits = SID_STOCHASTIC,

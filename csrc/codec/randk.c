@@ -171,8 +171,6 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t off
     for (uint32_t i = 0; i < b.count; i++) acc[b.in[i]] -= x[i];
 }
 
-static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
-
 /* ---- decode ------------------------------------------------------------------------------------------------------- */
 
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
@@ -221,7 +219,7 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
 #define RANDK_CODEC(symbol, ...)                                                                                       \
     const sid_codec sid_codec_##symbol = {                                                                             \
         .info = {.family = "sparse", SID_PARAMETERS(params), __VA_ARGS__},                                             \
-        SID_STAGES(plan, begin, tile, finish, keep, rule_none, check, open_all, decode)}
+        SID_STAGES(plan, begin, tile, finish, keep, sid_no_rule, check, open_all, decode)}
 
 RANDK_CODEC(randk, .name = "randk", .wire_id = 22,
             .paper = "Stich et al. 2018 (rand_k), with the same draw on every rank",

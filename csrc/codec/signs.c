@@ -179,8 +179,6 @@ static void keep_drawn(const sid_plan *p, const sid_state *s, float *acc, uint64
     for (uint32_t i = 0; i < len; i++) acc[i] = acc[i] > max ? max : acc[i] < -max ? -max : acc[i];
 }
 
-static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
-
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
 
 /* pair: low stands behind the bits. */
@@ -223,8 +221,6 @@ static sid_status check_pair(const sid_plan *p, const uint8_t *payload, sid_erro
         return sid_fail(err, SID_E_CORRUPT, "low is %g; it must be 0, or negative and finite", (double)low);
     return check_body(p, payload, 1, err);
 }
-
-static void open_all(sid_gather *g) { (void)g; }
 
 /* out += the payloads' values; unit: +-1 instead. */
 static void add_all(const sid_gather *g, float *out, uint64_t offset, uint32_t len, unsigned pair, int unit) {
@@ -306,7 +302,7 @@ static const sid_param params_marsit[] = {
 
 /* The functions of codecs whose magnitude is fixed beforehand. */
 #define FIXED(begin_, decode_)                                                                                         \
-    SID_STAGES(plan_one, begin_, tile, finish_fixed, keep, rule_none, check_fixed, open_vote, decode_)
+    SID_STAGES(plan_one, begin_, tile, finish_fixed, keep, sid_no_rule, check_fixed, open_vote, decode_)
 
 const sid_codec sid_codec_signsgd = {
     .info = {.name = "signsgd",
@@ -331,7 +327,7 @@ const sid_codec sid_codec_efsignsgd = {
                     "tensor's elements, as in the paper).",
              .traits = SID_FEEDBACK,
              .wire_id = 33},
-    SID_STAGES(plan_one, begin, tile_means, finish_mean, keep, rule_none, check_one, open_all, decode),
+    SID_STAGES(plan_one, begin, tile_means, finish_mean, keep, sid_no_rule, check_one, sid_no_cursors, decode),
 };
 
 const sid_codec sid_codec_onebit = {
@@ -342,7 +338,7 @@ const sid_codec sid_codec_onebit = {
                     "(in the paper, of each column of a matrix).",
              .traits = SID_FEEDBACK,
              .wire_id = 34},
-    SID_STAGES(plan_pair, begin, tile_means, finish_means, keep, rule_none, check_pair, open_all, decode_pair),
+    SID_STAGES(plan_pair, begin, tile_means, finish_means, keep, sid_no_rule, check_pair, sid_no_cursors, decode_pair),
 };
 
 const sid_codec sid_codec_signum = {
@@ -370,7 +366,7 @@ const sid_codec sid_codec_ssdm = {
                  "takes two passes. The variance is n - 1 times the squared norm, so error feedback diverges.",
              .traits = SID_STOCHASTIC | SID_UNBIASED,
              .wire_id = 36},
-    SID_STAGES(plan_one, begin, tile_drawn, finish_drawn, keep_drawn, rule_none, check_one, open_all, decode),
+    SID_STAGES(plan_one, begin, tile_drawn, finish_drawn, keep_drawn, sid_no_rule, check_one, sid_no_cursors, decode),
 };
 
 const sid_codec sid_codec_marsit = {

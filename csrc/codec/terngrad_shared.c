@@ -145,8 +145,6 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t off
     p->simd->add_codes(&sent, 1, acc, len, 0, SID_GRID_INTEGERS, 8);
 }
 
-static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
-
 /* ---- decode -------------------------------------------------------------------------------------------------- */
 
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
@@ -187,5 +185,5 @@ const sid_codec sid_codec_terngrad_shared = {
              SID_PARAMETERS(params),
              .doc = "Like terngrad, but all ranks use the largest of their scalers. One all-reduce finds the scaler, "
                     "and a second one sums the codes, which are bytes; for up to 127 ranks."},
-    SID_STAGES(plan, begin, tile, finish, keep, rule_none, check, open_units, decode),
+    SID_STAGES(plan, begin, tile, finish, keep, sid_no_rule, check, open_units, decode),
 };

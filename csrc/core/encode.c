@@ -53,8 +53,8 @@ static uint32_t without_nonfinite(const float *g, float *buf, uint32_t len) {
     return bad;
 }
 
-/* Whether the codec's rule says what is kept. A memory that learns it from the ranks' update has done so by then. */
-static int feedback(const sid_plan *p) { return p->memory->info.traits & SID_FEEDBACK && !p->memory->received; }
+/* Whether the codec's rule says what is kept. */
+static int feedback(const sid_plan *p) { return (p->memory->info.traits & SID_FEEDBACK) != 0; }
 
 /* Computes what the last step left of a tile: vec[0], and the vectors that depend on it. */
 static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uint64_t offset, uint32_t len) {

@@ -52,8 +52,8 @@ SID_HD uint32_t delta_symbol(const delta_alphabet *a, uint32_t length, uint32_t 
     const uint32_t c = delta_class(a, length);
     return a->zero + (a->with_sign ? 2 * c + sign : c);
 }
-/* Of a symbol that is not zero: how many extra bits there are, and 2 z + sign where they are 0. A symbol that no step has, has more
- * than 32 bits. */
+/* The number of extra bits of a symbol that is not zero; *base is 2 z + sign with those bits 0. More than 32 bits for a symbol
+ * that no step has. */
 SID_HD uint32_t delta_extra(const delta_alphabet *a, uint32_t symbol, uint32_t *base) {
     const uint32_t s = symbol - a->zero, c = a->with_sign ? s / 2 : s, sign = a->with_sign ? s % 2 : 0;
     const uint32_t more = !a->with_sign;

@@ -30,7 +30,7 @@ static found found_in(void *work, uint32_t n) {
     return (found){.gap = gap, .step = gap + all, .symbol = (uint8_t *)(gap + 2 * (size_t)all), .room = room};
 }
 
-/* Of z in 2 z + sign: the first bit of zz | 1, 2 z + 1, stands one higher than that of z. */
+/* The length of z in bits, from zz = 2 z + sign: the first bit of zz | 1 stands one higher than that of z. */
 static inline uint32_t length_of(uint32_t zz) { return 31u - (uint32_t)__builtin_clz(zz | 1u); }
 
 /* The changes of a tile, whose first element is `from`. */
@@ -243,7 +243,7 @@ static uint32_t best_low(const found *f, uint64_t *high) {
     return low;
 }
 
-/* Of each gap's high part: that many zeros and a one. */
+/* Writes the high part of each gap in unary: that many zeros, then a one. */
 static void put_ones(const found *f, uint32_t low, uint8_t *to, uint32_t words) {
     uint64_t word = 0, first = 0, at = 0; /* bits; the place of the word's first one, and of the next one */
     memset(to, 0, 8ull * words);

@@ -30,7 +30,7 @@ struct sid_linear_ending {
     uint32_t passes;
 };
 
-/* Of how many ranks the body becomes a part of the sum. */
+/* The number of ranks whose bodies are summed; each body is divided by it first. */
 inline uint32_t sid_linear_ranks(const sid_cuda_encoding &c) { return c.plan->alone ? 1 : c.step.world; }
 
 inline sid_rule sid_linear_rule(const sid_cuda_encoding &c) {
