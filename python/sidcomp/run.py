@@ -4,7 +4,7 @@ run = sidcomp.compress(model, optimizer)  # the training loop does not change
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import sqrt
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp import fsdp, notices, rank_states
-from sidcomp.config.accuracy import EXACT, HUNDREDTH, HUNDREDTH_OF_SGD, OUTER, CodecSpec, adaptive
+from sidcomp.config.accuracy import EXACT, adaptive
 from sidcomp.config.accuracy import check as check_accuracy
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.doors.ddp import register, rewrap
@@ -24,6 +24,7 @@ from sidcomp.doors.fsdp.hsdp import Door as HSDPDoor
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.local.arguments import check_error_in_parameters
 from sidcomp.local.choice import CANDIDATES, WITH_SGD, Choosing
+from sidcomp.local.defaults import OuterOptimizer, common_arguments, place_of_error, spec_of
 from sidcomp.local.shards import is_sharded
 from sidcomp.local.steps import Updates
 from sidcomp.local.vectors import compare, group_of
@@ -34,8 +35,6 @@ from sidcomp.runtime.plain_data import anything, listing, record, table
 from sidcomp.state import State
 
 _AS_UPDATES = 50  # as many times fewer bytes, or more, are not worth a word about updates
-
-OuterOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
 
 def compress(
@@ -110,7 +109,7 @@ def check(
     """Raises what `compress` would raise for these arguments and a DDP model, for programs that get the model
     later. asked: every, delay, outer and the like; parameters: of the codec."""
     updates, how, own = _sort(updates, asked, options, bare=False)
-    spec = _spec(codec, parameters, how.get("outer"), True) if updates and isinstance(codec, str) else None
+    spec = spec_of(codec, parameters, how.get("outer"), True) if updates and isinstance(codec, str) else None
     codec, given = spec or (codec, parameters)
     if isinstance(codec, str):
         _trial(codec, own, given)
@@ -409,14 +408,14 @@ class UpdateRun(Run):
         self._adam = adam = any(map(adaptive, optimizers))
         if chooses:  # what does not fit is an error now, not when it has chosen
             trials = [_trial(name, arguments, own) for name, own in (CANDIDATES if adam else WITH_SGD)]
-            how.setdefault("error", _where(module, trials[0], how))
+            how.setdefault("error", place_of_error(module, trials[0], how))
             for trial in trials if how["error"] == "parameters" else ():
                 check_error_in_parameters(trial, how.get("delay", 0), {})
-            state = State("none", **_common(arguments))
+            state = State("none", **common_arguments(arguments))
         else:
-            spec = _spec(codec, parameters, outer, adam) if isinstance(codec, str) else (codec, parameters)
+            spec = spec_of(codec, parameters, outer, adam) if isinstance(codec, str) else (codec, parameters)
             state = _state(spec[0], arguments, dict(spec[1]), None)
-            how.setdefault("error", _where(module, state, how))
+            how.setdefault("error", place_of_error(module, state, how))
         self.updates = Updates(module, optimizer, state, process_group=group, scaler=scaler, **how)
         if deadline is None:  # the exchanges in which it chooses would meet others
             choice = {"codec": "auto" if chooses else "named", "accuracy": accuracy, "adam": adam}
@@ -556,34 +555,6 @@ class UpdateRun(Run):
         self._closed = True
         self.updates.close()
         self.state.close()
-
-
-def _common(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that a State without compression takes."""
-    return {
-        name: arguments[name] for name in ("seed", "checksum_every", "groups", "isa") if name in arguments
-    }
-
-
-def _spec(codec: str, parameters: dict[str, Any], outer: OuterOptimizer | None, adam: bool) -> CodecSpec:
-    """The codec that is meant, with its parameters. adam: an optimizer is Adam or a relative of it."""
-    if codec != "auto":
-        return codec, parameters
-    if parameters:  # how much is sent has been chosen
-        name, own = HUNDREDTH if adam else HUNDREDTH_OF_SGD
-        if "density" in parameters:
-            own = {key: value for key, value in own.items() if key != "ratio"}
-        return name, {**own, **parameters}
-    return EXACT if outer is not None else OUTER  # DiLoCo, or what ranks send that may be late
-
-
-def _where(module: torch.nn.Module, state: State, how: dict[str, Any]) -> str:
-    """Chooses where the error is kept: in the parameters, if that is possible."""
-    memories = [c.memory.traits for c in state.settings.candidates if not c.codec.lossless]
-    fits = all("feedback" in traits for traits in memories) and not state.settings.momentum
-    single = all(p.dtype is torch.float32 for p in module.parameters() if p.requires_grad)
-    others = how.keys() & {"outer", "parts", "deadline", "host"}
-    return "parameters" if fits and single and not others else "memory"
 
 
 # Not a string: DDP compares a hook's annotations with the types themselves.

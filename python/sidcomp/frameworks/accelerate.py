@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp import notices
 from sidcomp.errors import SetupError
 from sidcomp.frameworks.session import Session, ddp_of
+from sidcomp.local.defaults import OuterOptimizer
 from sidcomp.options import Options
-from sidcomp.run import OuterOptimizer, Run
+from sidcomp.run import Run
 from sidcomp.state import State
 
 

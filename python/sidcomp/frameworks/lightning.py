@@ -22,8 +22,9 @@ except ModuleNotFoundError:
 from sidcomp import notices, rank_states
 from sidcomp.errors import CheckpointError, SetupError
 from sidcomp.frameworks.session import Session, ddp_of
+from sidcomp.local.defaults import OuterOptimizer
 from sidcomp.options import Options
-from sidcomp.run import OuterOptimizer, Run
+from sidcomp.run import Run
 from sidcomp.state import State
 
 _KEY = "sidcomp"

@@ -19,8 +19,9 @@ except ModuleNotFoundError as missing:
 from sidcomp import files, notices
 from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.frameworks.session import Session, ddp_of
+from sidcomp.local.defaults import OuterOptimizer
 from sidcomp.options import Options
-from sidcomp.run import OuterOptimizer, Run
+from sidcomp.run import Run
 from sidcomp.state import State
 
 
