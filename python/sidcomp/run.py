@@ -21,7 +21,7 @@ from sidcomp.config.accuracy import check as check_accuracy
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.doors.ddp import register, rewrap
 from sidcomp.doors.fsdp.hsdp import Door as HSDPDoor
-from sidcomp.errors import ArgumentError, CheckpointError, SetupError
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.local.arguments import check_error_in_parameters
 from sidcomp.local.choice import CANDIDATES, WITH_SGD, Choosing
 from sidcomp.local.defaults import OuterOptimizer, common_arguments, place_of_error, spec_of
@@ -86,6 +86,11 @@ def compress(
     """
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model={model!r}: give the torch.nn.Module that the optimizer trains")
+    if _is_fsdp1(model):
+        raise UnsupportedError(
+            "FullyShardedDataParallel (FSDP1) has each rank's shards in parameters that look like whole ones: "
+            "use fully_shard (docs/fsdp.md), or DistributedDataParallel"
+        )
     ddp = _ddp_of(model)
     sharded = any(map(is_sharded, model.parameters()))
     bare = not (ddp is not None or (sharded and process_group is None))
@@ -137,6 +142,12 @@ def _sort(
             "updates=True, or leave them out"
         )
     return updates, {**how, **more}, own
+
+
+def _is_fsdp1(model: torch.nn.Module) -> bool:
+    """Whether a part of the model is FSDP1's, by the class's name, because its import takes a while."""
+    kinds = {kind for m in model.modules() for kind in type(m).__mro__}
+    return any(kind.__name__ == "FullyShardedDataParallel" for kind in kinds)
 
 
 def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:

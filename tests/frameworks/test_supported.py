@@ -155,7 +155,7 @@ ELSEWHERE = {  # tested by other files
     "plain FSDP2, on one mesh dimension",
     "FSDP2 inside a node, any optimizer's steps between nodes",
     "`replicate`, FSDP2's data parallelism without shards",
-    "a program that stays as it is",
+    "only `init_process_group` may change",
 }
 
 
@@ -169,6 +169,12 @@ def fsdp_hook() -> None:
     model = fsdp()
     model.register_comm_hook(state(), sidcomp.hook)
     model(torch.ones(4, 8)).sum().backward()
+
+
+def fsdp_compressed() -> None:
+    """Its parameters are flat shards: an exchange would put rank 0's into those of all ranks."""
+    model = fsdp()
+    sidcomp.compress(model, torch.optim.SGD(model.parameters(), lr=0.1), "int4")
 
 
 def dtensor() -> None:
@@ -244,7 +250,7 @@ def parameter_replaced() -> None:
 
 REFUSALS: dict[str, Callable[[], object]] = {
     "FSDP1, `fsdp.register_comm_hook(state, sidcomp.hook)`": fsdp_hook,
-    "FSDP1 in `register`": lambda: register(fsdp(), state()),
+    "FSDP1 in `compress`": fsdp_compressed,
     "DataParallel": lambda: register(nn.DataParallel(network()), state()),  # type: ignore[arg-type]
     "DTensor parameters in DDP": dtensor,
     "`DDP(mixed_precision=...)`": mixed_precision,
