@@ -1,7 +1,7 @@
 """How a State fits the program's optimizers: which default codec it chooses, and what it warns of."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,6 @@ class OptimizerFit:
 
     def __init__(self) -> None:
         self._forward: torch.utils.hooks.RemovableHandle | None = None
-        self._checked: list[Callable[[], object]] = []  # the optimizers that check_optimizer has seen
         self._warned = False  # of an optimizer that should be followed
 
     def _follow(self, optimizer: Optimizers | None, scaler: "torch.amp.GradScaler | None") -> None:
@@ -56,8 +55,7 @@ class OptimizerFit:
         rates = Rates(optimizers)
         self._suit(optimizers)
         for each in optimizers:
-            if not self._has_checked(each):
-                self._check(each)
+            self._check(each)
         p.follow(rates, Watch(links, enabled(scaler)))
         self._watch_forward()
 
@@ -116,7 +114,7 @@ class OptimizerFit:
         """Warns of what the codec that nobody named costs with this optimizer."""
         own = self.settings
         codec = accuracy_of.costly(own.accuracy, own.auto)
-        if codec is None or own.adaptive or self._has_checked(optimizer):  # or a checkpoint has suited it
+        if codec is None or own.adaptive:  # a checkpoint has suited it
             return
         self._warned = True
         now, then = ("may choose", "chooses from") if own.auto else ("uses", "uses")
@@ -148,11 +146,8 @@ class OptimizerFit:
                 return suited
         return self.settings
 
-    def _has_checked(self, optimizer: "torch.optim.Optimizer") -> bool:
-        return any(seen() is optimizer for seen in self._checked)
-
     def _check(self, optimizer: "torch.optim.Optimizer") -> None:
-        """Warns of what `check_optimizer` refuses."""
+        """Warns of an optimizer that does not suit the codec or the memory."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
             optimizer_check.check(self.settings, optimizer, rank=rank)

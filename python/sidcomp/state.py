@@ -52,8 +52,7 @@ class State(OptimizerFit):
                     to `follow`, it is "int4": see `accuracy`.
     memory          [None] a name in `sidcomp.memories()`; its parameters, too, are further keyword arguments.
                     None: the codec's own, for "auto" and most codecs "residual". A lossless codec uses none,
-                    except one that holds the momentum. With that, the optimizer must have no momentum:
-                    see `check_optimizer`.
+                    except one that holds the momentum. With that, the optimizer must have no momentum.
     groups          [None] what is encoded and exchanged as one vector: "bucket" (each of DDP's buckets),
                     "model" (all parameters), "layer", "even:N" (N groups), a number of bytes or a size such
                     as "4MB" (in powers of 1024, as DDP's bucket_cap_mb: consecutive parameters up to about
@@ -441,8 +440,7 @@ class State(OptimizerFit):
         Before the first step it also chooses the default codec, or the candidates of "auto", by the
         optimizer: see `accuracy`. A line says what it has chosen.
 
-        It also checks the optimizer, as `check_optimizer` does, but warns of what that refuses; unless that
-        has already been called with it.
+        It also warns of an optimizer that applies momentum a second time.
         A GradScaler that is in use, but was not given, is found once, in the third step, and named in a
         warning: without it the residuals keep the units of the former scale.
 
@@ -582,8 +580,3 @@ def preset(name: str | Path, **changes: Any) -> State:
     State that replace those of the file. Raises ArgumentError, which names the file and the key.
     """
     return State.preset(name, **changes)
-
-
-def check_state(state: object) -> None:
-    if not isinstance(state, State):
-        raise ArgumentError(f'state={state!r}: give a sidcomp.State, such as sidcomp.State("topk")')

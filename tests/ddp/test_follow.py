@@ -15,7 +15,6 @@ from harness import on_ranks, run
 from local_training import KINDS, updates
 from sidcomp.config.grouping import Regime
 from sidcomp.doors.ddp import register
-from sidcomp.doors.optimizer_check import check_optimizer
 from sidcomp.runtime.learning_rates import Rates
 from test_switch import MIXED, NAMES, PLAIN, SIDCO, TOPK, Run, scripted
 from torch import nn
@@ -380,7 +379,6 @@ def wrapped(rank: int, world: int, how: str) -> list[dict[str, Any]]:
     optimizer = WRAPPED[how](sgd)
     state = sidcomp.State("topk", density=0.05)
     register(trainer.wrapper, state)
-    check_optimizer(state, optimizer)
     state.follow(optimizer, None if how == "bare" else scaler)  # which needs param_groups
     seen = []
     for step, rate in enumerate((0.05, 0.02, 0.02, 0.1)):
@@ -445,7 +443,6 @@ def test_a_wrapper_of_none_or_several_is_told_what_to_give() -> None:
     ):
         for take in (
             lambda o: state.follow(o),
-            lambda o: check_optimizer(state, o),
             lambda o: updates("parameters", module, o, state),
             lambda o: updates("memory", module, o, state),
         ):

@@ -12,8 +12,8 @@ import torch
 from cases import CASES, Trainer
 from common import groups_of
 from harness import on_ranks, run
+from sidcomp.config import optimizer_check
 from sidcomp.doors.ddp import register
-from sidcomp.doors.optimizer_check import check_optimizer
 from test_switch import MIXED, NAMES, PLAIN, SIDCO, TOPK, Run, scripted
 from torch import Tensor
 
@@ -75,9 +75,9 @@ def plain_and_ours(rank: int, world: int, memory: str, nesterov: bool) -> float:
     rate = 0.05
     ours.optimizer = torch.optim.SGD(ours.module.parameters(), lr=rate)
     plain.optimizer = torch.optim.SGD(plain.module.parameters(), lr=rate, momentum=M, nesterov=nesterov)
-    check_optimizer(state, ours.optimizer)
+    optimizer_check.check(state.settings, ours.optimizer)
     with pytest.raises(sidcomp.SetupError):
-        check_optimizer(state, plain.optimizer)
+        optimizer_check.check(state.settings, plain.optimizer)
     for _ in range(12):
         ours.step()
         plain.step()

@@ -1,4 +1,4 @@
-"""Which memory a State gets, and check_optimizer."""
+"""Which memory a State gets, and which optimizers fit it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import sidcomp
-from sidcomp.config import accuracy
-from sidcomp.doors.optimizer_check import check_optimizer
+from sidcomp.config import accuracy, optimizer_check
 
 torch = pytest.importorskip("torch")
 
@@ -41,7 +40,7 @@ def test_momentum_twice_is_refused(
 ) -> None:
     state = sidcomp.State("topk", memory=memory)
     with pytest.raises(sidcomp.SetupError) as caught:
-        check_optimizer(state, optimizer(kind, **arguments))
+        optimizer_check.check(state.settings, optimizer(kind, **arguments))
     for word in (memory, kind.__name__, "residual", *words):
         assert word in str(caught.value)
 
@@ -54,7 +53,7 @@ def test_an_optimizer_without_momentum_is_fine(
     memory: str, kind: Any, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "sidcomp"):
-        check_optimizer(sidcomp.State("topk", memory=memory), optimizer(kind, **arguments))
+        optimizer_check.check(sidcomp.State("topk", memory=memory).settings, optimizer(kind, **arguments))
     assert all("docs/results.md" in r.getMessage() for r in caplog.records)
 
 
@@ -62,8 +61,10 @@ def test_an_optimizer_without_momentum_is_fine(
 def test_memories_that_leave_momentum_to_the_optimizer(memory: str, caplog: pytest.LogCaptureFixture) -> None:
     state = sidcomp.State("int8", memory=memory)
     with caplog.at_level(logging.WARNING, "sidcomp"):
-        check_optimizer(state, optimizer(SGD, momentum=0.9, weight_decay=0.1), clip_grad_norm=1.0)
-        check_optimizer(state, optimizer(Adam))
+        optimizer_check.check(
+            state.settings, optimizer(SGD, momentum=0.9, weight_decay=0.1), clip_grad_norm=1.0
+        )
+        optimizer_check.check(state.settings, optimizer(Adam))
     assert not caplog.records
 
 
@@ -71,45 +72,32 @@ def test_every_group_of_parameters_is_looked_at() -> None:
     groups = [{"params": [torch.zeros(1, requires_grad=True)]}, {"params": [], "momentum": 0.9}]
     groups[1]["params"] = [torch.ones(1, requires_grad=True)]
     with pytest.raises(sidcomp.SetupError, match=r"momentum=0\.9"):
-        check_optimizer(sidcomp.State("topk", memory="dgc"), SGD(groups, lr=0.1))
+        optimizer_check.check(sidcomp.State("topk", memory="dgc").settings, SGD(groups, lr=0.1))
 
 
-def test_every_optimizer_of_a_list_is_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_optimizer_of_a_list_is_looked_at() -> None:
     plain, heavy = optimizer(SGD), optimizer(SGD, momentum=0.9)
     for several in ([plain, heavy], (heavy, plain)):
-        with pytest.raises(sidcomp.SetupError, match=r"momentum=0\.9"):
-            check_optimizer(sidcomp.State("topk", memory="dgc"), several)
-    adam = optimizer(Adam)
-    state = sidcomp.State("topk")
-    with caplog.at_level(logging.WARNING, "sidcomp"):
-        check_optimizer(state, [plain, adam])
-        assert len(caplog.records) == 1
-        state.follow([plain, adam])  # both have been checked
-    assert len(caplog.records) == 1
+        with pytest.warns(sidcomp.SidcompWarning, match=r"momentum=0\.9"):
+            sidcomp.State("topk", memory="dgc").follow(several)
 
 
-@pytest.mark.parametrize("wrong", ["x", None, 3, [], [None], "list"])
+@pytest.mark.parametrize("wrong", ["x", 3, [], [None], "list"])
 def test_what_is_no_optimizer_is_named(wrong: Any) -> None:
-    state = sidcomp.State("topk")
     wrong, one = ([optimizer(SGD), "x"], "x") if wrong == "list" else (wrong, wrong)
     one = None if wrong == [None] else one
     with pytest.raises(sidcomp.ArgumentError) as caught:
-        check_optimizer(state, wrong)
-    assert f"optimizer={one!r}: give " in str(caught.value)
-
-
-def test_what_is_no_state_is_named() -> None:
-    for wrong in ("topk", None, sidcomp.State):
-        with pytest.raises(sidcomp.ArgumentError) as caught:
-            check_optimizer(wrong, optimizer(SGD))  # type: ignore[arg-type]
-        assert f"state={wrong!r}: give a sidcomp.State" in str(caught.value)
+        sidcomp.State("topk").follow(wrong)
+    assert (f"optimizer={one!r}: give " if wrong != [] else "follow([]): give ") in str(caught.value)
 
 
 def test_what_fights_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     def texts(memory: str, clip: float | None = None, **arguments: Any) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "sidcomp"):
-            check_optimizer(sidcomp.State("topk", memory=memory), optimizer(SGD, **arguments), clip)
+            optimizer_check.check(
+                sidcomp.State("topk", memory=memory).settings, optimizer(SGD, **arguments), clip
+            )
         return [r.getMessage() for r in caplog.records]
 
     assert len(found := texts("dgc", clip=0.25)) == 1
@@ -183,7 +171,7 @@ def test_adam_beside_a_sparse_codec_is_told_of(
 ) -> None:
     state = sidcomp.State(codec)
     with caplog.at_level(logging.WARNING, logger="sidcomp"):
-        check_optimizer(state, optimizer(kind))
+        optimizer_check.check(state.settings, optimizer(kind))
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == told and all("docs/results.md" in s and s.startswith(kind.__name__) for s in said)
 
@@ -198,5 +186,5 @@ def test_the_loss_beside_adam_is_the_measured_one(
         caplog.clear()
         monkeypatch.setattr(accuracy, "ADAPTIVE", table)
         with caplog.at_level(logging.WARNING, logger="sidcomp"):
-            check_optimizer(sidcomp.State("topk"), optimizer(Adam))
+            optimizer_check.check(sidcomp.State("topk").settings, optimizer(Adam))
         assert [f"rose by up to {figure} %." in r.getMessage() for r in caplog.records] == [True]

@@ -14,7 +14,6 @@ import torch
 from harness import on_ranks, run
 from sidcomp.config import accuracy
 from sidcomp.doors.ddp import register, rewrap
-from sidcomp.doors.optimizer_check import check_optimizer
 from sidcomp.local.steps import Updates
 from sidcomp.runtime.optimizer_watch import Unfollowed
 from torch import nn
@@ -203,8 +202,6 @@ def unfollowed(rank: int, world: int, how: str, named: dict[str, Any]) -> list[s
         register(ddp, state)
         if how == "followed":
             state.follow(optimizer)
-        if how == "checked":
-            check_optimizer(state, optimizer)
         for _ in range(4):
             ddp(torch.randn(8, 20)).square().mean().backward()
             other.step()
@@ -246,7 +243,6 @@ def test_auto_is_named_as_well() -> None:
         ("RMSprop", {}),
         ("other", {}),
         ("followed", {}),
-        ("checked", {}),
         ("plain", {"accuracy": "any"}),
         ("plain", {"accuracy": "exact"}),
         ("plain", {"codec": "topk", "density": 0.05}),

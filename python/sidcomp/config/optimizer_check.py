@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 def check(
     settings: "Settings", optimizer: "Optimizer", clip_grad_norm: float | None = None, rank: int = 0
 ) -> None:
-    """See `sidcomp.doors.optimizer_check.check_optimizer`. rank: only rank 0 logs."""
+    """Raises SetupError if the optimizer would apply momentum a second time; the text says what to change.
+    Logs a warning for Adam with a sparse codec, and for weight decay or clipping after a memory that holds a
+    velocity. clip_grad_norm: the max_norm that the program clips at; None: it does not. rank: only rank 0
+    logs."""
     memory = settings.candidates[0].memory
     kind = type(optimizer).__name__
     sparse = sorted(

@@ -11,7 +11,7 @@ from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.local.outer import Averaging, Outer
 from sidcomp.local.vectors import named_group
-from sidcomp.state import State, check_state
+from sidcomp.state import State
 
 ERRORS = ("parameters", "memory")  # where a rank keeps what it has not sent
 _COPIES = ("schedulefree", "lookahead")  # in the names of optimizers that keep parameters in their state
@@ -34,7 +34,8 @@ def check(
     """Raises ArgumentError if an argument is something else than it must be, whatever the others are."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"module={module!r}: give the torch.nn.Module that the optimizer trains")
-    check_state(state)
+    if not isinstance(state, State):
+        raise ArgumentError(f'state={state!r}: give a sidcomp.State, such as sidcomp.State("topk")')
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ArgumentError(f"every={every!r}: give a number of steps between two exchanges, at least 1")
     if not isinstance(delay, int) or isinstance(delay, bool) or not 0 <= delay <= every:
