@@ -1,9 +1,8 @@
 """The states of all ranks in a checkpoint of which the program, or its framework, saves rank 0's part alone.
 
-`write` and `find` keep a file for each rank in the checkpoint's folder. `gather` brings all states to rank 0,
-for a checkpoint that is one file, and `pick` chooses among them. What is read is compared among the ranks, so
-that all of them refuse states of different runs or steps, and all of them learn that a rank's state is
-missing.
+`write` keeps a file for each rank in the checkpoint's folder. `gather` brings all states to rank 0, for a
+checkpoint that is one file. `load` takes either. What is read is compared among the ranks, so that all of
+them refuse states of different runs or steps, and all of them learn that a rank's state is missing.
 """
 
 import io
@@ -12,7 +11,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,14 @@ from sidcomp.state import State
 
 _PENDING = "sidcomp-pending"  # a folder inside the checkpoint's, of files that not all ranks have written yet
 _PART = 1 << 26  # bytes of a message of `gather`; a GPU holds no more than one
+
+
+class Peers(Protocol):
+    """The part of `sidcomp.doors.fsdp.peers.Peers` that is needed here."""
+
+    def smallest(self, number: int) -> int: ...
+
+    def all_agree(self, yes: bool) -> bool: ...
 
 
 def group_of(state: State) -> dist.ProcessGroup:
@@ -81,11 +88,11 @@ def write_together(
     run: str,
     beside: dict[str, Any],
     model: int,
-    shards_agree: Callable[[bool], bool],
+    peers: Peers,
 ) -> None:
     """As `write`, so that the folder has the files of all ranks or, if one cannot write, the former ones.
-    Every rank calls it at the same point. shards_agree: whether something holds on the ranks with the other
-    shards of this replica, too. Raises CheckpointError on every rank."""
+    Every rank calls it at the same point. peers: the ranks with the shards of this replica. Raises
+    CheckpointError on every rank."""
     group = group_of(state)
     pending = folder / f"{_PENDING}{_part_of(state)}"  # the ranks of each shard remove their own
     new, final = (_own_file(each, state, model) for each in (pending, folder))
@@ -97,7 +104,7 @@ def write_together(
     told: list[Any] = [None] * dist.get_world_size(group)
     with exchanging("saving"):
         dist.all_gather_object(told, problem, group)
-    if not shards_agree(not any(told)):
+    if not peers.all_agree(not any(told)):
         with suppress(OSError):
             new.unlink(missing_ok=True)
             new.parent.rmdir()  # the last rank does
@@ -109,46 +116,65 @@ def write_together(
         new.parent.rmdir()
 
 
-def find(folder: str | Path, state: State, model: int = 0) -> list[dict[str, Any]]:
-    """Returns what `write` has written: of this rank or, if the number of ranks was another one, of all old
-    ranks. Every rank calls it at the same point. Returns an empty list, with a warning, if no rank finds a
-    file: the residuals then start from zero.
+def load(
+    source: str | Path | Sequence[Any],
+    state: State,
+    prepare: Callable[[list[dict[str, Any]]], Callable[[], object]],
+    peers: Peers,
+    model: int = 0,
+    problem: str = "",
+) -> bool:
+    """Loads what `write` has written, or what was saved in another way: of this rank or, if the number of
+    ranks was another one, of all old ranks. Every rank calls it at the same point.
 
-    Raises CheckpointError on every rank if some files are missing or damaged, or are of different runs or
-    steps.
+    source      the folder; or what all ranks have saved, in their order, or this rank alone
+    prepare     raises if this rank cannot take over what was found; changes nothing, and returns what does so
+    peers       the ranks with the shards of this replica, which load all or nothing
+    model       as in `write`
+    problem     why this rank has nothing to load
+
+    Returns False, with a warning, if no rank finds a file: the residuals then start from zero. Raises
+    CheckpointError on every rank, and then nothing has changed, if some states are missing or damaged, are of
+    different runs or steps, or cannot be taken over.
     """
-    folder, group = Path(folder), group_of(state)
-    rank = dist.get_rank(group)
+    group = group_of(state)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    where = str(source) if isinstance(source, str | Path) else "the checkpoint"
     found: list[dict[str, Any]] = []
-    problem = ""
+    take: Callable[[], object] | None = None
     try:
-        found = _read(folder, rank, dist.get_world_size(group), model, _part_of(state))
+        if isinstance(source, str | Path):
+            found = _read(Path(source), rank, world, model, _part_of(state))
+        elif not problem:
+            found = _own(source, rank, world)
+        take = prepare(found) if found else None
     except Exception as e:
         problem = f"rank {rank}: {e}"
     problems, origins = _tell(found, problem, group)
-    if problems and not origins and all("there is no" in p for p in problems):
-        notices.warn(f"there are no states in {folder}: the residuals start from zero", rank)
+    nothing = bool(problems) and not origins and all("there is no" in p for p in problems)
+    wrong = "" if nothing else _wrong(problems, origins, where)
+    step = -2 if wrong else -1 if nothing else max((step for _, step in origins), default=0)
+    lowest, highest = peers.smallest(step), -peers.smallest(-step)
+    if lowest != highest or wrong:
+        raise CheckpointError(wrong or _wrong_beside(lowest, highest, where))
+    if nothing:
+        notices.warn(f"there are no states in {where}: the residuals start from zero", rank)
         state.engine.informed = True
-        return []
-    _refuse(problems, origins, str(folder))
-    return found
+    if take is not None:
+        take()
+    return not nothing and bool(found)
 
 
-def pick(states: Sequence[Any], state: State, where: str, problem: str = "") -> list[dict[str, Any]]:
-    """As `find`, of what is in memory already: what all ranks have saved, in their order, or this rank alone.
-    Every rank calls it at the same point. where: for messages; problem: why this rank has none. Raises
-    CheckpointError on every rank."""
-    group = group_of(state)
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    found: list[dict[str, Any]] = []
-    try:
-        for one in states:
-            _check_saved(one, where)
-        found = [states[rank]] if len(states) == world else list(states)
-    except CheckpointError as e:
-        problem = f"rank {rank}: {e}"
-    _refuse(*_tell(found, problem, group), where)
-    return found
+def states_of(found: list[dict[str, Any]]) -> Any:
+    """What `State.load_state_dict` takes, of what ranks have saved."""
+    states = [one["state"] for one in found]
+    return states if len(states) > 1 else states[0]
+
+
+def _own(states: Sequence[Any], rank: int, world: int) -> list[dict[str, Any]]:
+    for one in states:
+        _check_saved(one, "the checkpoint")
+    return [states[rank]] if len(states) == world else list(states)
 
 
 def _tell(
@@ -162,20 +188,38 @@ def _tell(
     return [p for p, _ in told if p], [o for _, origins in told for o in origins]
 
 
-def _refuse(problems: Sequence[str], origins: Sequence[tuple[str, int]], where: str) -> None:
-    """Raises CheckpointError if a rank has a problem, or if states are of different runs or steps."""
+def _wrong(problems: Sequence[str], origins: Sequence[tuple[str, int]], where: str) -> str:
+    """Says what is wrong if a rank has a problem, or if states are of different runs or steps; else ""."""
     if problems:
-        raise CheckpointError(problems[0])
+        return problems[0]
     if len({run for run, _ in origins}) > 1:
-        raise CheckpointError(
+        return (
             f"{where} has states of different runs: the ranks' states belong together; load a checkpoint "
             "that one run has saved"
         )
-    if len({step for _, step in origins}) > 1:
-        raise CheckpointError(
-            f"{where} has states of different steps, {sorted({s for _, s in origins})}: the ranks' states "
-            "belong together; load a checkpoint that all ranks have saved at the same point"
+    if len(steps := sorted({step for _, step in origins})) > 1:
+        return _of_different_steps(steps, where)
+    return ""
+
+
+def _of_different_steps(steps: Sequence[int], where: str) -> str:
+    return (
+        f"{where} has states of different steps, {steps}: the ranks' states belong together; load a "
+        "checkpoint that all ranks have saved at the same point"
+    )
+
+
+def _wrong_beside(lowest: int, highest: int, where: str) -> str:
+    """Says what is wrong although it is not with this shard. The steps of the shards; -1: there is no file,
+    -2: something is wrong."""
+    if lowest == -2:
+        return f"a rank with another shard could not load its part of {where}, and says why"
+    if lowest == -1:
+        return (
+            f"{where} has the files of some shards only: save the checkpoint on every rank, and where all "
+            "ranks that load it find it"
         )
+    return _of_different_steps([lowest, highest], where)
 
 
 def file_of(folder: Path, rank: int, model: int = 0, part: str = "") -> Path:

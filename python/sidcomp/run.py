@@ -4,7 +4,7 @@ run = sidcomp.compress(model, optimizer)  # the training loop does not change
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import sqrt
 from pathlib import Path
@@ -20,11 +20,13 @@ from sidcomp.config.accuracy import EXACT, adaptive
 from sidcomp.config.accuracy import check as check_accuracy
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.doors.ddp import register, rewrap
-from sidcomp.doors.fsdp.hsdp import Door as HSDPDoor
+from sidcomp.doors.fsdp.hsdp import peers_of
+from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.local.arguments import check_error_in_parameters
 from sidcomp.local.choice import CANDIDATES, WITH_SGD, Choosing
 from sidcomp.local.defaults import OuterOptimizer, common_arguments, place_of_error, spec_of
+from sidcomp.local.saved_updates import check_optimizers
 from sidcomp.local.shards import is_sharded
 from sidcomp.local.steps import Updates
 from sidcomp.local.vectors import compare, group_of
@@ -88,8 +90,8 @@ def compress(
         raise ArgumentError(f"model={model!r}: give the torch.nn.Module that the optimizer trains")
     if _is_fsdp1(model):
         raise UnsupportedError(
-            "FullyShardedDataParallel (FSDP1) has each rank's shards in parameters that look like whole ones: "
-            "use fully_shard (docs/fsdp.md), or DistributedDataParallel"
+            "FullyShardedDataParallel (FSDP1) has shards in parameters that look like whole ones: use "
+            "fully_shard (docs/fsdp.md), or DistributedDataParallel"
         )
     ddp = _ddp_of(model)
     sharded = any(map(is_sharded, model.parameters()))
@@ -260,8 +262,8 @@ class Run(ABC):
         CheckpointError, and the folder has the former files. number: of this run, if several save into the
         same folder. Every rank calls it at the same point, between two steps."""
         beside = self._beside()
-        name, agree = self._run_name(), self._shards_agree
-        rank_states.write_together(Path(folder), self.state, name, beside, number, agree)
+        name = self._run_name()
+        rank_states.write_together(Path(folder), self.state, name, beside, number, self.peers)
 
     def load(self, source: str | Path | Sequence[dict[str, Any]], number: int = 0) -> bool:
         """Loads what `save` has written, after the program has loaded the model and the optimizer; or a list
@@ -269,15 +271,9 @@ class Run(ABC):
         it at the same point. Returns False, with a warning, if there are no files. With another number of
         ranks it needs what all former ranks have saved.
 
-        Raises CheckpointError on every rank if something is missing or damaged, or belongs to different
-        steps."""
-        if isinstance(source, str | Path):
-            found = rank_states.find(source, self.state, number)
-        else:
-            found = rank_states.pick(source, self.state, "the checkpoint")
-        if found:
-            self._load(found)
-        return bool(found)
+        Raises CheckpointError on every rank, and then nothing has changed, if something is missing, damaged
+        or of another model, or belongs to different steps."""
+        return rank_states.load(source, self.state, self.prepare, self.peers, number)
 
     def rank_state(self) -> dict[str, Any]:
         """Returns what `save` writes, for a checkpoint of another form. Every rank calls it likewise."""
@@ -293,13 +289,14 @@ class Run(ABC):
         """Returns what a file holds besides the State's dictionary."""
         return {}
 
+    @property
     @abstractmethod
-    def _shards_agree(self, yes: bool) -> bool:
-        """Whether it holds on the ranks with the other shards of this replica, too."""
+    def peers(self) -> Peers:
+        """The ranks with the shards of this replica."""
 
-    def _load(self, found: list[dict[str, Any]]) -> None:
-        states = [f["state"] for f in found]
-        self.state.load_state_dict(states if len(states) > 1 else states[0])
+    def prepare(self, found: list[dict[str, Any]]) -> Callable[[], None]:
+        """Checks what ranks have saved, and returns what takes it over. Raises CheckpointError."""
+        return self.state.prepare(rank_states.states_of(found))
 
     def close(self) -> None:
         """Ends compression: waits for pending exchanges. May be called again."""
@@ -350,9 +347,9 @@ class GradientRun(Run):
             )
         return text
 
-    def _shards_agree(self, yes: bool) -> bool:
-        door = self.state.door
-        return door.shards.all_agree(yes) if isinstance(door, HSDPDoor) else yes
+    @property
+    def peers(self) -> Peers:
+        return peers_of(self.state)
 
     @contextmanager
     def common(self) -> Iterator[torch.nn.Module]:
@@ -465,8 +462,9 @@ class UpdateRun(Run):
     def common(self) -> AbstractContextManager[torch.nn.Module]:
         return self.updates.common()
 
-    def _shards_agree(self, yes: bool) -> bool:
-        return self.updates.shards.peers.all_agree(yes)
+    @property
+    def peers(self) -> Peers:
+        return self.updates.shards.peers
 
     @property
     def _gain(self) -> float:
@@ -489,32 +487,40 @@ class UpdateRun(Run):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         record({"state": anything, "updates": anything, "chosen": anything})(saved, "run.state_dict()")
-        self._take(saved, saved["state"])
+        take = self._prepare(saved, saved["state"])
+        take()
         self.updates.load_state_dict(saved["updates"])
 
-    def _take(self, saved: dict[str, Any], states: Any) -> None:
-        """Checks what a checkpoint has beside the States' dictionaries, and then loads these, with what
-        "auto" has chosen. Raises CheckpointError, and then nothing has changed."""
+    def _prepare(self, saved: dict[str, Any], states: Any) -> Callable[[], None]:
+        """Checks the States' dictionaries and what a checkpoint has beside them, and returns what loads the
+        former, with what "auto" has chosen. Raises CheckpointError, and then nothing has changed."""
         chosen = saved["chosen"]
         if chosen is not None:
             pair = isinstance(chosen, list) and [type(x) for x in chosen] == [str, dict]
             if not pair or tuple(chosen) not in (*CANDIDATES, *WITH_SGD):
                 raise CheckpointError(f'"chosen" is {chosen!r}, which is nothing that "auto" chooses')
-        observer, own = self.updates.observer, self.updates.every
-        if chosen is None:
-            observer = None
+        updates, own = self.updates, self.updates.every
+        observer = updates.observer if chosen is not None else None
+        its: Any = saved["updates"].get("every") if isinstance(saved["updates"], dict) else None
+        every: int = its if observer is not None and observer.waits(its) else own
         try:
-            every = dict(saved["updates"]).get("every")
-            if observer is not None and every is not None and observer.waits(every):
-                self.updates.wait(every)
-            self.updates.check(saved["updates"])
+            updates.wait(every)
+            if observer is not None:
+                observer.check(tuple(chosen), states)
+            else:
+                take_states = self.state.prepare(states)
+            updates.check(saved["updates"], (states[0] if isinstance(states, list) else states)["step"])
+        finally:
+            updates.wait(own)
+
+        def take() -> None:
+            updates.wait(every)
             if observer is not None:
                 observer.take(tuple(chosen), states)
             else:
-                self.state.load_state_dict(states)
-        except BaseException:
-            self.updates.wait(own)
-            raise
+                take_states()
+
+        return take
 
     def _beside(self) -> dict[str, Any]:
         scaler = self._scaler.state_dict() if self._scaler is not None else None
@@ -525,32 +531,32 @@ class UpdateRun(Run):
             "buffers": {name: x.detach().clone() for name, x in self.module.named_buffers()},
         }
 
-    def _load(self, found: list[dict[str, Any]]) -> None:
+    def prepare(self, found: list[dict[str, Any]]) -> Callable[[], None]:
         rank = dist.get_rank(rank_states.group_of(self.state))
         beside = found[rank % len(found)].get("beside")
         fields = {"updates": anything, "chosen": anything, "optimizers": listing(anything)}
         record({**fields, "scaler": anything, "buffers": table(anything)})(beside, "a file of updates")
         assert beside is not None
-        if len(beside["optimizers"]) != len(self._optimizers):
-            raise CheckpointError(
-                f"the files have {len(beside['optimizers'])} optimizers, and this run has "
-                f"{len(self._optimizers)}"
-            )
+        check_optimizers(self._optimizers, beside["optimizers"])
         buffers = dict(self.module.named_buffers())
         for name, buffer in buffers.items():
             saved = beside["buffers"].get(name)
             kind = (saved.shape, saved.dtype) if isinstance(saved, torch.Tensor) else None
             if kind != (buffer.shape, buffer.dtype):
                 raise CheckpointError(f"the files have no buffer {name!r} like this module's")
-        states = [f["state"] for f in found]
-        self._take(beside, states if len(states) > 1 else states[0])
-        for optimizer, saved in zip(self._optimizers, beside["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        if self._scaler is not None and beside["scaler"]:
-            self._scaler.load_state_dict(beside["scaler"])
-        for name, buffer in buffers.items():
-            buffer.copy_(beside["buffers"][name])
-        self.updates.load_state_dict(beside["updates"])
+        take_states = self._prepare(beside, rank_states.states_of(found))
+
+        def take() -> None:
+            take_states()
+            for optimizer, saved in zip(self._optimizers, beside["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            if self._scaler is not None and beside["scaler"]:
+                self._scaler.load_state_dict(beside["scaler"])
+            for name, buffer in buffers.items():
+                buffer.copy_(beside["buffers"][name])
+            self.updates.load_state_dict(beside["updates"])
+
+        return take
 
     def close(self) -> None:
         """Exchanges nothing from now on, and a DDP model must not be trained any more. Says how far this

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ from sidcomp.planner import plan_plot
 from sidcomp.planner.profile import Profile
 from sidcomp.runtime import checkpoint
 from sidcomp.runtime.door import Door
-from sidcomp.runtime.engine import Engine
+from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.members import check_ranks, known, over_unknown
 from sidcomp.runtime.optimizers import Optimizers
 from sidcomp.runtime.scalars import Scalars
@@ -496,6 +496,17 @@ class State(OptimizerFit):
         zero, the groups are made anew, and the log "sidcomp" has a warning. It needs a State that is
         registered.
         """
+        self.prepare(state, redistribute, strict)()
+
+    def prepare(
+        self,
+        state: "dict[str, Any] | Sequence[dict[str, Any]]",
+        redistribute: str = "sum",
+        strict: bool = True,
+        model: Model | None = None,
+    ) -> Callable[[], None]:
+        """As `load_state_dict`, but returns what takes the state over, and cannot fail. For sidcomp itself.
+        model: that the State is going to serve; None: that of its door."""
         if not isinstance(strict, bool):
             raise ArgumentError(f"strict={strict!r}: give True or False")
         self.check_open()
@@ -503,7 +514,7 @@ class State(OptimizerFit):
         p.pause()
         self._abandon(SetupError("a checkpoint was loaded before the backward pass had ended"))
         p.quiet()
-        model = self.door.model if self.door is not None else None
+        model = self.door.model if model is None and self.door is not None else model
         parent = p.process_group or (model.process_group if model is not None else None)
         settings = self._settings_of(state)
         resume = checkpoint.load(settings, parent, state, redistribute, p.place)
@@ -516,10 +527,14 @@ class State(OptimizerFit):
             resume.check_part(model.part)
             (resume.check if strict else resume.adapt)(model.shapes)
         planned = resumed(p.tuner, settings, resume)
-        self.settings = p.settings = settings
-        p.start_from(resume, planned)  # nothing fails from here on
-        if planned is not None:
-            self._ending.controller = planned[0]
+
+        def take() -> None:
+            self.settings = p.settings = settings
+            p.start_from(resume, planned)
+            if planned is not None:
+                self._ending.controller = planned[0]
+
+        return take
 
     def _abandon(self, error: Exception, telling: bool = True) -> None:
         self.engine.abandon(error, telling)

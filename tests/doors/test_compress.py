@@ -181,6 +181,47 @@ def test_if_one_shard_cannot_write_all_files_stay(tmp_path: Path, updates: bool)
         assert same
 
 
+def a_shard_lacks_something(rank: int, world: int, folder: str, updates: bool) -> list[str]:
+    """What the error says if shard 1 of both replicas has no files, has those of another step, and if one
+    rank alone cannot take its file over. Nothing is loaded."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    module = network()
+    fully_shard(module, mesh=mesh["shard"] if updates else mesh)
+    optimizer, said = sgd(module), []
+    group = mesh.get_group("replicate") if updates else None
+    with sidcomp.compress(module, optimizer, "topk", density=0.1, process_group=group) as it:
+        for step in range(2):
+            train(module, optimizer, rank, range(step, step + 1))
+            it.save(f"{folder}/{step}")
+        own = Path(f"{folder}/1/sidcomp-shard{rank % 2}of2-rank{rank // 2}.pt")
+        if rank % 2:
+            own.unlink()
+        for case in ("nothing", "another step", "another memory"):
+            if case == "another step" and rank % 2:
+                own.write_bytes(Path(f"{folder}/0/{own.name}").read_bytes())
+            if case == "another memory" and rank == 3:
+                saved = torch.load(own, weights_only=True)
+                saved["state"]["residuals"] = {"no such": torch.zeros(1, 4)}
+                torch.save(saved, own)
+            dist.barrier()
+            before = flat(module)
+            with warnings.catch_warnings(), pytest.raises(sidcomp.CheckpointError) as caught:
+                warnings.simplefilter("ignore")
+                it.load(f"{folder}/1")
+            assert torch.equal(flat(module), before) and it.state.engine.resume is None
+            said.append(str(caught.value))
+        train(module, optimizer, rank, range(2, 3))
+    return said
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_all_shards_load_or_none(tmp_path: Path, updates: bool) -> None:
+    for rank, said in enumerate(run(a_shard_lacks_something, 4, str(tmp_path), updates)):
+        assert "the files of some shards only" in said[0]
+        assert "different steps, [1, 2]" in said[1]
+        assert ("rank 1: " if rank % 2 else "a rank with another shard") in said[2], said
+
+
 @on_ranks(2)
 def test_several_optimizers_and_a_scaler(rank: int, world: int) -> None:
     """Two optimizers and a GradScaler, which one bad batch makes skip a step."""
@@ -448,6 +489,29 @@ def test_updates_resume_at_another_number_of_ranks(
             torch.testing.assert_close(
                 world * (r[1] - point), 2 * (averaged - point)
             )  # the sum of the errors
+
+
+def regrouped(rank: int, world: int, folder: str) -> str:
+    """Rank 1 alone has another optimizer than the one that saved."""
+    module = network()
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, "int4") as it:
+        train(module, optimizer, rank, range(2))
+        it.save(folder)
+    weights, biases = ([p for p in module.parameters() if (p.dim() > 1) is big] for big in (True, False))
+    other = torch.optim.AdamW([{"params": weights}, {"params": biases}] if rank else module.parameters())
+    with sidcomp.compress(module, other, "int4") as it:
+        before = flat(module)
+        with pytest.raises(sidcomp.CheckpointError) as caught:
+            it.load(folder)
+        assert torch.equal(flat(module), before) and it.state.engine.resume is None and not other.state
+        train(module, other, rank, range(2))
+    return str(caught.value)
+
+
+def test_optimizers_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    for said in run(regrouped, 2, str(tmp_path)):
+        assert said.startswith("rank 1: ") and "groups of [6] parameters" in said
 
 
 def chosen(rank: int, world: int, folder: str) -> dict[str, Any]:

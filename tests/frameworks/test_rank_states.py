@@ -16,6 +16,7 @@ from harness import run
 from launched import ARGUMENTS, network
 from sidcomp import rank_states
 from sidcomp.doors.ddp import register
+from sidcomp.doors.fsdp.peers import Peers
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,9 +37,9 @@ def write(rank: int, world: int, folder: str) -> dict[str, Tensor]:
 
 
 def load(folder: str, state: sidcomp.State) -> bool:
-    states = [f["state"] for f in rank_states.find(folder, state)]
-    state.load_state_dict(states if len(states) > 1 else states[0])
-    return True
+    return rank_states.load(
+        folder, state, lambda found: state.prepare(rank_states.states_of(found)), Peers((), "cpu")
+    )
 
 
 def read(rank: int, world: int, folder: str) -> dict[str, Tensor] | str:

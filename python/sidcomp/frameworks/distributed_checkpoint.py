@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidcomp.doors.fsdp.hsdp import peers_of
 from sidcomp.errors import ArgumentError, CheckpointError
-from sidcomp.rank_states import agree_on_run, checked, group_of, pick
+from sidcomp.rank_states import agree_on_run, checked, group_of, load, states_of
 from sidcomp.run import Run
 from sidcomp.state import State
 
@@ -82,12 +83,11 @@ class Entries:
             found = [self._read(entries, self._name(r)) for r in names]
         except CheckpointError as e:
             problem = f"rank {self._rank}: {e}"
-        found = pick(found, self._state, "the checkpoint", problem)
+        state = self._state
         if isinstance(self._run, Run):
-            self._run.load(found)
+            load(found, state, self._run.prepare, self._run.peers, problem=problem)
         else:
-            states = [f["state"] for f in found]
-            self._run.load_state_dict(states if len(states) > 1 else states[0])
+            load(found, state, lambda it: state.prepare(states_of(it)), peers_of(state), problem=problem)
 
     def _read(self, entries: dict[str, Any], name: str) -> dict[str, Any]:
         data = entries.get(name)

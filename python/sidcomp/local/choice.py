@@ -1,8 +1,9 @@
 """Chooses how "auto" sends updates: the largest payload whose exchange hardly lengthens a step.
 
 In most models that were measured all candidates kept the loss of uncompressed training within what its seeds
-differ by (config/accuracy.py), and of two of them the larger payload loses less. So the fewest bytes are no goal here: the most are, as long as they cost less
-than a twentieth of a step on this network or, where none does, hardly more than the fewest.
+differ by (config/accuracy.py), and of two of them the larger payload loses less. So the fewest bytes are no
+goal here: the most are, as long as they cost less than a twentieth of a step on this network or, where none
+does, hardly more than the fewest.
 """
 
 import math
@@ -103,6 +104,12 @@ class Choosing:
     def waits(self, every: object) -> bool:
         """Whether it might have chosen so many steps between two exchanges."""
         return self._longer and type(every) is int and 1 <= every <= _LONGEST
+
+    def check(self, spec: CodecSpec, saved: Any) -> None:
+        """Raises CheckpointError if `take` could not load it."""
+        trial, door = State(spec[0], **self._arguments, **spec[1]), self._target.state.door
+        trial._finalizer.detach()
+        trial.prepare(saved, model=door.model if door is not None else None)
 
     def take(self, spec: CodecSpec, saved: Any = None) -> None:
         """Goes on with this codec, as measured now or by the run that a checkpoint is from. saved: what State

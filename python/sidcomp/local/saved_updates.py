@@ -200,6 +200,24 @@ def _check_rounds(updates: Updates, saved: dict[str, Any]) -> None:
         )
 
 
+def check_optimizers(own: Sequence[torch.optim.Optimizer], saved: list[Any]) -> None:
+    """Raises CheckpointError unless the optimizers can load these dictionaries: they would find out only when
+    what stands before them has been loaded."""
+    if len(saved) != len(own):
+        raise CheckpointError(f"the files have {len(saved)} optimizers, and this run has {len(own)}")
+    for one, its in zip(own, saved, strict=True):
+        mine = [len(group["params"]) for group in one.param_groups]
+        try:
+            theirs = [len(group["params"]) for group in its["param_groups"]]
+        except (LookupError, TypeError) as e:
+            raise CheckpointError(f'"optimizers" is damaged ({type(e).__name__}: {e})') from e
+        if theirs != mine:
+            raise CheckpointError(
+                f"the files have an optimizer with groups of {theirs} parameters, and here "
+                f"{type(one).__name__} has groups of {mine}: give it the parameters in the same groups"
+            )
+
+
 def restore(updates: Updates, saved: dict[str, Any], together: list[int]) -> None:
     """Takes over what `check` has accepted. together: what is in flight."""
     if updates.noise is not None and saved["noise"] is not None:

@@ -548,9 +548,14 @@ class Updates:
             self._shown.show()
         return saved
 
-    def check(self, saved: Any) -> None:
-        """Raises CheckpointError if it cannot be a result of `state_dict` for this run. Changes nothing."""
-        saved_updates.check(self, saved)
+    def check(self, saved: Any, step: int) -> list[int]:
+        """Raises an error if `load_state_dict` cannot load it behind a State's dictionary of this step, and
+        returns what is in flight in it, as `flying` holds it."""
+        self._shown.refuse("load_state_dict() was called")
+        together = saved_updates.check(self, saved)
+        if self.error == "parameters" and saved["steps"] >= saved["every"] and not step:
+            raise CheckpointError(f"{CALL}: call the State's load_state_dict first")
+        return together
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -561,11 +566,7 @@ class Updates:
         last exchange is lost. With a deadline, if this rank has taken part in a round since, only the number
         of steps counts, and the State's memory is emptied. Raises CheckpointError, and then nothing has
         changed."""
-        self._shown.refuse("load_state_dict() was called")
-        together = saved_updates.check(self, saved)
-        exchanged = saved["steps"] >= saved["every"]
-        if self.error == "parameters" and exchanged and not self.state.engine.step:
-            raise CheckpointError(f"{CALL}: call the State's load_state_dict first")
+        together = self.check(saved, self.state.engine.step)
         self._loaded.forget()
         self.land()
         self.find()

@@ -411,3 +411,8 @@ class Door:
         parameters = [unit.parameters[i].sharded_param for i in own]
         names, shapes = [unit.names[i] for i in own], [unit.shapes[i] for i in own]
         return Bucket(names, shapes, buffer, parameters, slot.apart)
+
+
+def peers_of(state: State) -> Peers:
+    """The ranks with the shards of this replica; none if the State's model is no sharded one."""
+    return state.door.shards if isinstance(state.door, Door) else _ALONE
