@@ -19,10 +19,11 @@ from sidcomp import fsdp, notices, rank_states
 from sidcomp.config.accuracy import EXACT, adaptive
 from sidcomp.config.accuracy import check as check_accuracy
 from sidcomp.config.schedule import Schedule, Setting
-from sidcomp.doors.ddp import register, rewrap
+from sidcomp.doors.ddp import ddp_of, register, rewrap
+from sidcomp.doors.ddp_checks import refuse_fsdp1
 from sidcomp.doors.fsdp.hsdp import peers_of
 from sidcomp.doors.fsdp.peers import Peers
-from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.local.arguments import check_error_in_parameters
 from sidcomp.local.choice import CANDIDATES, WITH_SGD, Choosing
 from sidcomp.local.defaults import OuterOptimizer, common_arguments, place_of_error, spec_of
@@ -88,12 +89,8 @@ def compress(
     """
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model={model!r}: give the torch.nn.Module that the optimizer trains")
-    if _is_fsdp1(model):
-        raise UnsupportedError(
-            "FullyShardedDataParallel (FSDP1) has shards in parameters that look like whole ones: use "
-            "fully_shard (docs/fsdp.md), or DistributedDataParallel"
-        )
-    ddp = _ddp_of(model)
+    refuse_fsdp1(model)
+    ddp = ddp_of(model)
     sharded = any(map(is_sharded, model.parameters()))
     bare = not (ddp is not None or (sharded and process_group is None))
     asked = {"every": every, "delay": delay, "outer": outer, "parts": parts, "deadline": deadline}
@@ -144,17 +141,6 @@ def _sort(
             "updates=True, or leave them out"
         )
     return updates, {**how, **more}, own
-
-
-def _is_fsdp1(model: torch.nn.Module) -> bool:
-    """Whether a part of the model is FSDP1's, by the class's name, because its import takes a while."""
-    kinds = {kind for m in model.modules() for kind in type(m).__mro__}
-    return any(kind.__name__ == "FullyShardedDataParallel" for kind in kinds)
-
-
-def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:
-    inner = getattr(model, "_orig_mod", model)  # inside of torch.compile's wrapper
-    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def _state(
@@ -362,7 +348,7 @@ class GradientRun(Run):
         """Returns a new DDP model around the same module, whose buckets are the groups that "auto" would have
         with gradients that arrive one by one: `ddp = run.rewrap()`. The old one cannot be used after this.
         Call it on every rank, between two steps. Raises SetupError if the run is not of a DDP model."""
-        ddp = _ddp_of(self.module)
+        ddp = ddp_of(self.module)
         if ddp is None:
             raise SetupError("run.rewrap() is for a DDP model, whose buckets it makes anew")
         self.module = rewrap(ddp, self.state)

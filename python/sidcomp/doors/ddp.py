@@ -67,6 +67,15 @@ def hook(
     return door.reduce(bucket)
 
 
+def ddp_of(model: object) -> DistributedDataParallel | None:
+    """Returns the DDP model that `model` is, also inside of torch.compile's wrapper; None: it is another."""
+    while not isinstance(model, DistributedDataParallel):
+        model = getattr(model, "_orig_mod", None)
+        if model is None:
+            return None
+    return model
+
+
 def register(ddp: DistributedDataParallel, state: State) -> None:
     """Calls `ddp.register_comm_hook(state, sidcomp.hook)`, and checks here, not in `backward()`, whether
     sidcomp supports the model. Every rank must call it at the same point of its program: the ranks wait for
@@ -76,9 +85,10 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
     Raises ArgumentError, SetupError or UnsupportedError, which say what to change, and ExchangeError, which
     names the ranks that have ended or did not call it in time.
     """
-    ddp = getattr(ddp, "_orig_mod", ddp)  # torch.compile's wrapper around DDP
-    if not isinstance(ddp, DistributedDataParallel):
+    inner = ddp_of(ddp)
+    if inner is None:
         raise SetupError(f"register needs a DistributedDataParallel model, not a {type(ddp).__name__}")
+    ddp = inner
     if not isinstance(state, State):
         codec = state if isinstance(state, str) else "topk"
         raise ArgumentError(f'state={state!r}: make a State: register(ddp, sidcomp.State("{codec}"))')

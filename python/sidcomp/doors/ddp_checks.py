@@ -59,6 +59,16 @@ def refuse(ddp: DistributedDataParallel) -> None:
             )
 
 
+def refuse_fsdp1(model: torch.nn.Module) -> None:
+    """Raises UnsupportedError if a part of the model is FSDP1's, whose import takes a while."""
+    kinds = {kind for m in model.modules() for kind in type(m).__mro__}
+    if any(kind.__name__ == "FullyShardedDataParallel" for kind in kinds):
+        raise UnsupportedError(
+            "FullyShardedDataParallel (FSDP1) has shards in parameters that look like whole ones: use "
+            "fully_shard (docs/fsdp.md), or DistributedDataParallel"
+        )
+
+
 def unwrapped(ddp: DistributedDataParallel) -> list[str]:
     """The names of the parameters that the module did not have when it was wrapped, and that require a
     gradient. DDP does not average them, and says nothing."""

@@ -18,8 +18,9 @@ except ModuleNotFoundError as missing:
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp import notices
+from sidcomp.doors.ddp import ddp_of
 from sidcomp.errors import SetupError
-from sidcomp.frameworks.session import Session, ddp_of
+from sidcomp.frameworks.session import Session
 from sidcomp.local.defaults import OuterOptimizer
 from sidcomp.options import Options
 from sidcomp.run import Run
@@ -164,5 +165,5 @@ class Compression:
 
 def _is_of(model: Any, ddp: DistributedDataParallel) -> bool:
     """Whether `model` is the DDP model or its module, also inside of torch.compile's wrapper."""
-    inner = [model, getattr(model, "_orig_mod", model)]
-    return any(m is ddp or m is ddp.module or m is getattr(ddp.module, "_orig_mod", ddp) for m in inner)
+    module = getattr(ddp.module, "_orig_mod", ddp.module)
+    return ddp_of(model) is ddp or getattr(model, "_orig_mod", model) is module

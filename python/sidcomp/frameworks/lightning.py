@@ -20,8 +20,9 @@ except ModuleNotFoundError:
         ) from missing
 
 from sidcomp import notices, rank_states
+from sidcomp.doors.ddp import ddp_of
 from sidcomp.errors import CheckpointError, SetupError
-from sidcomp.frameworks.session import Session, ddp_of
+from sidcomp.frameworks.session import Session
 from sidcomp.local.defaults import OuterOptimizer
 from sidcomp.options import Options
 from sidcomp.run import Run

@@ -16,15 +16,6 @@ from sidcomp.runtime.scalars import Scalars
 from sidcomp.state import State
 
 
-def ddp_of(model: object) -> DistributedDataParallel | None:
-    """Returns the DDP model that `model` is, also inside of torch.compile's wrapper; None: it is another."""
-    while not isinstance(model, DistributedDataParallel):
-        model = getattr(model, "_orig_mod", None)
-        if model is None:
-            return None
-    return model
-
-
 class Session:
     """Calls `compress` for a framework's DDP model, checks that gradients arrive, measures and ends.
 

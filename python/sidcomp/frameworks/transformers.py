@@ -17,8 +17,9 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from sidcomp import files, notices
+from sidcomp.doors.ddp import ddp_of
 from sidcomp.errors import ArgumentError, SetupError
-from sidcomp.frameworks.session import Session, ddp_of
+from sidcomp.frameworks.session import Session
 from sidcomp.local.defaults import OuterOptimizer
 from sidcomp.options import Options
 from sidcomp.run import Run

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.config.accuracy import adaptive
+from sidcomp.config.kinds import is_number
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.local.outer import Averaging, Outer
 from sidcomp.local.vectors import named_group
@@ -15,10 +16,6 @@ from sidcomp.state import State
 
 ERRORS = ("parameters", "memory")  # where a rank keeps what it has not sent
 _COPIES = ("schedulefree", "lookahead")  # in the names of optimizers that keep parameters in their state
-
-
-def is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def check(

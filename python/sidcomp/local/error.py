@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.config.settings import Settings
-from sidcomp.local.vectors import Vectors
+from sidcomp.local.vectors import Vectors, named_values
 from sidcomp.runtime import unsent
 from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.engine import Engine
@@ -24,7 +24,7 @@ def leave(engine: Engine, vectors: Sequence[Vectors]) -> None:
             vectors[n].base[own].copy_(vectors[n].point[own])
     for n, own, error in unsent.pieces(engine):
         torch.sub(vectors[n].point[own], error, out=vectors[n].base[own])
-    for name, base in _named(vectors, "base") if waiting else ():
+    for name, base in named_values(vectors, "base").items() if waiting else ():
         if name in waiting:
             base.sub_(waiting[name].view(base.shape).to(base.device))
 
@@ -79,10 +79,6 @@ def _add(engine: Engine, vectors: Sequence[Vectors], common: bool, times: int = 
     for n, own, error in unsent.pieces(engine, common):
         vectors[n].update[own].add_(error * times if times != 1 else error)
     waiting = unsent.waiting(engine, common)
-    for name, update in _named(vectors, "update") if waiting else ():
+    for name, update in named_values(vectors, "update").items() if waiting else ():
         if name in waiting:
             update.add_(waiting[name].view(update.shape).to(update.device), alpha=times)
-
-
-def _named(vectors: Sequence[Vectors], kind: str) -> list[tuple[str, torch.Tensor]]:
-    return [pair for v in vectors for pair in v.named(getattr(v, kind)).items()]

@@ -7,6 +7,7 @@ import torch
 from sidcomp import notices
 from sidcomp.config.grouping import shorten
 from sidcomp.errors import UnsupportedError
+from sidcomp.local.vectors import named_values
 
 Updates = Any  # of steps.py, which imports this module
 
@@ -22,13 +23,16 @@ def grow(updates: Updates) -> None:
         )
     updates.land()
     updates.find()
-    before = {kind: {n: x.clone() for n, x in _named(updates, kind).items()} for kind in ("point", "base")}
+    before = {
+        kind: {n: x.clone() for n, x in named_values(updates.vectors, kind).items()}
+        for kind in ("point", "base")
+    }
     outer = updates.outer
     named = updates.build(before["point"].keys())
     for v in updates.vectors:
         v.start()
     for kind, values in before.items():
-        own = _named(updates, kind)
+        own = named_values(updates.vectors, kind)
         for name, x in values.items():
             own[name].copy_(x)
     updates.outer.follow(outer)
@@ -38,7 +42,3 @@ def grow(updates: Updates) -> None:
     new = [name for name in named if name not in before["point"]]
     verb = "begins" if len(new) == 1 else "begin"
     notices.say(f"{shorten(new)} {verb} to train in step {updates.steps + 1}", updates.state.engine.speaker)
-
-
-def _named(updates: Updates, kind: str) -> dict[str, torch.Tensor]:
-    return {name: x for v in updates.vectors for name, x in v.named(getattr(v, kind)).items()}

@@ -15,12 +15,9 @@ A rank that finds the record closed without it is expected in the next round.
 """
 
 import json
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -29,8 +26,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from sidcomp.errors import CheckpointError, ExchangeError, SetupError
-from sidcomp.runtime import plain_data, reaper
-from sidcomp.runtime.communicator import Exchange
+from sidcomp.runtime import plain_data
+from sidcomp.runtime.communicator import DirectExchange
 from sidcomp.runtime.plain_data import count, flag, listing, whole
 
 Record = dict[str, Any]
@@ -352,9 +349,8 @@ def _advance(r: Record, members: list[int], version: int, counts: bool) -> None:
     r.update(number=r["number"] + 1, here={}, closed=False, group="", done=[], next=[])
 
 
-class RoundExchange(Exchange):
-    """A process group of the members of a round, over Gloo. torch has no table of it, so it needs no default
-    group, and a rank that has come back can be in it.
+class RoundExchange(DirectExchange):
+    """A process group of the members of a round, in which a rank that has come back can be.
 
     An exchange with a rank that has ended may not fail on all others before Gloo's timeout. So whoever waits
     here looks into the record too, and `give_up` ends what is in progress: its buffers must not be used
@@ -371,19 +367,11 @@ class RoundExchange(Exchange):
         self.device, self.backend = device, "gloo"
         self.rank, self.world = meeting.members.index(rounds.rank), len(meeting.members)
         self.check = check
-        self.timeout = timedelta(seconds=rounds.limit)
-        self._pool = None
         self._works: list[_Work] = []
-        self._box: Any = []
-        reaper.start()
-        self._collected = weakref.finalize(self, reaper.collected, self._box, os.getpid())
-        self._collected.atexit = False
         store = PrefixStore(f"{rounds.key}/{meeting.group}", rounds.store)
         forming = timedelta(seconds=max(10.0, rounds.deadline))
         group = dist.ProcessGroupGloo(store, self.rank, self.world, forming)
-        with suppress(AttributeError):  # older versions of torch
-            group._set_default_timeout(self.timeout)
-        self._box.append(group)
+        self._own(group, timedelta(seconds=rounds.limit))
 
     def _guard(self, work: dist.Work) -> "_Work":
         guarded = _Work(work)
@@ -392,8 +380,8 @@ class RoundExchange(Exchange):
         return guarded
 
     @property
-    def swaps(self) -> bool:
-        return False  # its group has no messages
+    def outdated(self) -> bool:
+        return False
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         return cast(dist.Work, self._guard(self.group.allreduce([tensor])))
@@ -416,28 +404,17 @@ class RoundExchange(Exchange):
             time.sleep(_PAUSES[0])
         future.wait()
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        out = torch.empty(self.world * len(data), dtype=torch.uint8, device="cpu")
-        self.wait(cast(_Work, self.all_gather(out, mine)).future)
-        flat = bytes(out.numpy())
-        return [flat[i * len(data) : (i + 1) * len(data)] for i in range(self.world)]
+    def _end(self, work: dist.Work) -> None:
+        self.wait(cast(_Work, work).future)
 
     def _tell(self, data: bytes, what: str) -> list[bytes]:
         return self.gather_bytes(data)
-
-    def tell_reasons(self, error: Exception | None, about: int) -> list[str]:
-        return [""] * self.world  # a rank that has failed gives the round up
 
     def give_up(self, error: Exception) -> None:
         """Ends what is in progress."""
         for work in self._works:
             work.end(error)
         self._works = []
-
-    def close(self) -> None:
-        self._collected.detach() if self._collected is not None else None
-        reaper.free(self._box)
 
 
 class _Work:

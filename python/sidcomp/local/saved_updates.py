@@ -11,7 +11,7 @@ from sidcomp.local.elastic import Meetings
 from sidcomp.local.gradient_noise import Noise
 from sidcomp.local.outer import Outer
 from sidcomp.local.shards import Shards
-from sidcomp.local.vectors import CALL, Vectors, check_values
+from sidcomp.local.vectors import CALL, Vectors, check_values, named_values
 from sidcomp.runtime.plain_data import (
     anything,
     count,
@@ -58,13 +58,6 @@ class Updates(Protocol):
         """Whether what is in flight, and has arrived, counts on this rank."""
 
 
-def _named(vectors: list[Vectors], kind: str) -> dict[str, torch.Tensor]:
-    """kind: "own" for the parameters, else a vector's name."""
-    return {
-        name: x for v in vectors for name, x in v.named(None if kind == "own" else getattr(v, kind)).items()
-    }
-
-
 def _cloned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in tensors.items()}
 
@@ -86,15 +79,15 @@ def save(updates: Updates) -> dict[str, Any]:
         "parts": updates.parts,
         "world": updates.world,
         "part": updates.shards.part,
-        "point": _cloned(_named(updates.vectors, "point")),
-        "base": _cloned(_named(moved, "base")),
-        "own": _cloned(_named(updates.vectors, "own")) if away else {},
+        "point": _cloned(named_values(updates.vectors, "point")),
+        "base": _cloned(named_values(moved, "base")),
+        "own": _cloned(named_values(updates.vectors, "own")) if away else {},
         "in flight": {},
         "noise": updates.noise.state_dict() if updates.noise is not None else None,
         "outer": updates.outer.state_dict(),
     }
     if flying:
-        update = {} if discarded else _cloned(_named(flying, "update"))
+        update = {} if discarded else _cloned(named_values(flying, "update"))
         saved["in flight"] = {"names": [n for v in flying for n in v.names], "update": update}
         saved["in flight"]["discarded"] = discarded
     if updates.meetings is not None:
@@ -128,13 +121,13 @@ def check(updates: Updates, saved: object) -> list[int]:
     updates.shards.check_saved(saved)
     together = _in_flight(updates, saved)
     flying = updates.of(together)
-    check_values(saved["point"], _named(updates.vectors, "point"), "common point")
+    check_values(saved["point"], named_values(updates.vectors, "point"), "common point")
     moved = updates.vectors if updates.error == "parameters" else flying
-    check_values(saved["base"], _named(moved, "base"), '"base"')
+    check_values(saved["base"], named_values(moved, "base"), '"base"')
     if saved["own"]:  # which may have what the next exchange discards
-        check_values(saved["own"], _named(updates.vectors, "own"), '"own"', nan=True)
+        check_values(saved["own"], named_values(updates.vectors, "own"), '"own"', nan=True)
     if flying and not saved["in flight"]["discarded"]:
-        check_values(saved["in flight"]["update"], _named(flying, "update"), 'update "in flight"')
+        check_values(saved["in flight"]["update"], named_values(flying, "update"), 'update "in flight"')
     alone = saved["noise"] is None and saved["world"] == 1  # one rank measures nothing
     if updates.noise is not None and not alone:
         updates.noise.check(saved["noise"])
@@ -229,7 +222,7 @@ def restore(updates: Updates, saved: dict[str, Any], together: list[int]) -> Non
             v.set_apart(True)
 
     def take(vectors: list[Vectors], kind: str, values: dict[str, Any]) -> None:
-        for name, view in _named(vectors, kind).items():
+        for name, view in named_values(vectors, kind).items():
             view.copy_(values[name])
 
     take(updates.vectors, "point", saved["point"])

@@ -232,6 +232,12 @@ class Vectors:
         torch._foreach_copy_(self.parameters, views)
 
 
+def named_values(vectors: Sequence[Vectors], kind: str) -> dict[str, torch.Tensor]:
+    """Tensors by the parameters' names. kind: "own" for the parameters, else a vector's attribute."""
+    every = ((v, None if kind == "own" else getattr(v, kind)) for v in vectors)
+    return {name: x for v, vector in every for name, x in v.named(vector).items()}
+
+
 def refuse_converted(vectors: Sequence[Vectors], every: bool) -> None:
     """Raises SetupError if the module has other dtypes, or is on another device, than when the vectors were
     made. every: looks at all parameters, else at one of each of the vectors."""

@@ -453,9 +453,7 @@ class DirectExchange(Exchange):
         self.device, self.backend = device, "gloo"
         self.rank, self.world = self.members.rank, self.members.size
         since = self.members.since()
-        self.timeout = timeout = (
-            _timeout_of(cast(dist.ProcessGroup, since), device) or dist.default_pg_timeout
-        )
+        timeout = _timeout_of(cast(dist.ProcessGroup, since), device) or dist.default_pg_timeout
         number = _made[since] = _made.get(since, 0) + 1
         store = PrefixStore(f"sidcomp/{number}", self.members.store)
         self._report(store, what, timeout)
@@ -467,6 +465,11 @@ class DirectExchange(Exchange):
                 f"torch could not connect the {self.world} ranks for {what}; look at the other ranks' output "
                 f"({e})"
             ) from e
+        self._own(group, timeout)
+
+    def _own(self, group: dist.ProcessGroupGloo, timeout: timedelta) -> None:
+        """Keeps the group until `close`, or until nobody refers to this any more."""
+        self.timeout = timeout
         with suppress(AttributeError):  # older versions of torch
             group._set_default_timeout(timeout)
         reaper.start()
@@ -513,9 +516,12 @@ class DirectExchange(Exchange):
     def gather_bytes(self, data: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         out = torch.empty(self.world * len(data), dtype=torch.uint8, device="cpu")
-        self.all_gather(out, mine).wait()
+        self._end(self.all_gather(out, mine))
         flat = bytes(out.numpy())
         return [flat[i * len(data) : (i + 1) * len(data)] for i in range(self.world)]
+
+    def _end(self, work: dist.Work) -> None:
+        work.wait()
 
     def _tell(self, data: bytes, what: str) -> list[bytes]:
         return self._tell_by_gather(data, what)
