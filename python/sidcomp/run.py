@@ -24,6 +24,7 @@ from sidcomp.doors.ddp_checks import refuse_fsdp1
 from sidcomp.doors.fsdp.hsdp import peers_of
 from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
+from sidcomp.local.alarms import NotInCopies
 from sidcomp.local.arguments import check_error_in_parameters
 from sidcomp.local.choice import CANDIDATES, WITH_SGD, Choosing
 from sidcomp.local.defaults import OuterOptimizer, common_arguments, place_of_error, spec_of
@@ -423,7 +424,7 @@ class UpdateRun(Run):
         self._averaged = -1  # the number of steps at the last `average`
         self._closed = False
         if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
-            ddp.register_comm_hook(self, _own_gradient)
+            ddp.register_comm_hook(NotInCopies(self._refusal), _own_gradient)
             ddp.broadcast_buffers = False  # each exchange sends rank 0's
 
     @property
@@ -544,6 +545,14 @@ class UpdateRun(Run):
 
         return take
 
+    def _refusal(self) -> SetupError | None:
+        """When the run is closed nobody exchanges updates any more, and the ranks would drift apart."""
+        if not self._closed:
+            return None
+        return SetupError(
+            "the run is closed, and this DDP model averages no gradients: wrap the module in a new DDP"
+        )
+
     def close(self) -> None:
         """Exchanges nothing from now on, and a DDP model must not be trained any more. Says how far this
         rank's parameters are from the common ones, unless `average` was called after the last step."""
@@ -561,15 +570,10 @@ class UpdateRun(Run):
 
 
 # Not a string: DDP compares a hook's annotations with the types themselves.
-def _own_gradient(run: UpdateRun, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """A communication hook that averages nothing. When the run is closed nobody exchanges updates any more,
-    and the ranks would drift apart."""
-    if run._closed:
-        return failed(
-            SetupError(
-                "the run is closed, and this DDP model averages no gradients: wrap the module in a new DDP"
-            )
-        )
+def _own_gradient(refusal: NotInCopies, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """A communication hook that averages nothing."""
+    if (error := refusal()) is not None:
+        return failed(error)
     out: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     out.set_result(bucket.buffer())
     return out

@@ -318,6 +318,30 @@ def test_loading_on_one_rank_alone_is_an_error_on_all(rank: int, world: int, kin
     assert "RankError" in said and "begun anew since its last step" in said, said
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@on_ranks(2)
+def test_the_module_can_be_copied_and_saved_and_the_copy_is_another_one(
+    rank: int, world: int, wrapped: bool
+) -> None:
+    module: Any = DistributedDataParallel(network()) if wrapped else network()
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, "int4", updates=True) as it:
+        train(module, optimizer, rank, range(2))
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        copies = [torch.load(file, weights_only=False), copy.deepcopy(module)]
+        copies.append(torch.optim.swa_utils.AveragedModel(module).module)
+        for one in copies:
+            assert torch.equal(flat(one), flat(module))
+            one.load_state_dict(one.state_dict())
+            one(torch.ones(4, 12)).sum().backward()
+        assert it.updates._loaded._before is None  # type: ignore[attr-defined]
+        train(module, optimizer, rank, range(2, 4))
+        it.average()
+        assert alike(module)
+
+
 def swapped(rank: int, world: int, swaps: bool) -> torch.Tensor:
     """Averaged parameters are swapped in to evaluate, and the own ones back."""
     module = network()

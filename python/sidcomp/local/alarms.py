@@ -1,6 +1,7 @@
 """Alarms while ranks train on their own: they report gradients that something else averages, and exchanges
 that do not count."""
 
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -80,6 +81,20 @@ class OwnGradients:
             )
 
 
+class NotInCopies:
+    """What a hook of the program's module calls. In a copy of the module, or in one that was read from a
+    file, it does nothing: a run is of one module, and cannot be copied."""
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments) if self._function is not None else None
+
+    def __reduce__(self) -> "tuple[type[NotInCopies], tuple[()]]":
+        return NotInCopies, ()
+
+
 class Loaded:
     """Notices that `load_state_dict` of a module, or of one around it, has left other parameters, such as
     those of the best step; not if a program swaps averaged ones in and its own back.
@@ -91,9 +106,15 @@ class Loaded:
         self._parameters = parameters
         self._before: int | None = None
         public = getattr(module, "register_load_state_dict_pre_hook", None)  # since PyTorch 2.5
-        self._hook = (public or module._register_load_state_dict_pre_hook)(self._note)
+        note = weakref.WeakMethod(self._note)  # the module keeps no run alive whose optimizers are gone
 
-    def _note(self, *_: Any) -> None:
+        def noting(*_: Any) -> None:
+            if (function := note()) is not None:
+                function()
+
+        self._hook = (public or module._register_load_state_dict_pre_hook)(NotInCopies(noting))
+
+    def _note(self) -> None:
         if self._before is None:
             self._before = _digest(self._parameters())
 
