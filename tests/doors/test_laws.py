@@ -342,6 +342,19 @@ def test_the_module_can_be_copied_and_saved_and_the_copy_is_another_one(
         assert alike(module)
 
 
+@on_ranks(2)
+def test_loading_inside_of_a_compiled_module_is_a_new_start(rank: int, world: int) -> None:
+    module = network()
+    compiled = torch.compile(module, backend="eager")
+    optimizer = adamw(module)
+    with sidcomp.compress(compiled, optimizer, "int4") as it:
+        train(module, optimizer, rank, range(3))
+        other = network(seed=3)
+        module.load_state_dict(other.state_dict())
+        with it.common():
+            assert torch.equal(flat(module), flat(other))
+
+
 def swapped(rank: int, world: int, swaps: bool) -> torch.Tensor:
     """Averaged parameters are swapped in to evaluate, and the own ones back."""
     module = network()

@@ -105,14 +105,15 @@ class Loaded:
     def __init__(self, module: torch.nn.Module, parameters: Callable[[], list[torch.Tensor]]) -> None:
         self._parameters = parameters
         self._before: int | None = None
-        public = getattr(module, "register_load_state_dict_pre_hook", None)  # since PyTorch 2.5
+        inner: Any = getattr(module, "_orig_mod", module)  # torch.compile's wrapper passes loading on to it
+        public = getattr(inner, "register_load_state_dict_pre_hook", None)  # since PyTorch 2.5
         note = weakref.WeakMethod(self._note)  # the module keeps no run alive whose optimizers are gone
 
         def noting(*_: Any) -> None:
             if (function := note()) is not None:
                 function()
 
-        self._hook = (public or module._register_load_state_dict_pre_hook)(NotInCopies(noting))
+        self._hook = (public or inner._register_load_state_dict_pre_hook)(NotInCopies(noting))
 
     def _note(self) -> None:
         if self._before is None:
