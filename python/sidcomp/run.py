@@ -546,8 +546,9 @@ class UpdateRun(Run):
         return take
 
     def _refusal(self) -> SetupError | None:
-        """When the run is closed nobody exchanges updates any more, and the ranks would drift apart."""
-        if not self._closed:
+        """When the run is closed, or the State behind it, nobody exchanges updates any more, and the ranks
+        would drift apart."""
+        if not self._closed and not self.state.engine.closed:
             return None
         return SetupError(
             "the run is closed, and this DDP model averages no gradients: wrap the module in a new DDP"

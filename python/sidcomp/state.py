@@ -260,8 +260,8 @@ class State(OptimizerFit):
     def check_open(self) -> None:
         if self._closed is not None:
             raise SetupError(
-                "this State is closed: make a new one, and register it with a new DDP around the module, or "
-                "call sidcomp.fsdp.compress(model, state) again"
+                "this State is closed: make a new one, and call sidcomp.compress (of a DDP model: of a new "
+                "DDP around its module) or sidcomp.fsdp.compress again"
             )
 
     # ---- statistics

@@ -256,8 +256,8 @@ def test_backward_raises_our_text_and_nothing_else() -> None:
     for name, text in run(failing, 2, "closed"):
         assert name == "SetupError"
         assert text == (
-            "this State is closed: make a new one, and register it with a new DDP around the module, or call "
-            "sidcomp.fsdp.compress(model, state) again"
+            "this State is closed: make a new one, and call sidcomp.compress (of a DDP model: of a new DDP "
+            "around its module) or sidcomp.fsdp.compress again"
         )
     (mine, why), (theirs, seen) = run(failing, 2, "sending")
     assert mine == "ExchangeError" and why.startswith("group ") and why.endswith(": boom")

@@ -355,6 +355,21 @@ def test_loading_inside_of_a_compiled_module_is_a_new_start(rank: int, world: in
             assert torch.equal(flat(module), flat(other))
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@on_ranks(2)
+def test_training_on_behind_a_closed_state_is_an_error(rank: int, world: int, wrapped: bool) -> None:
+    module: Any = DistributedDataParallel(network()) if wrapped else network()
+    optimizer = adamw(module)
+    with sidcomp.State("int4") as state:
+        sidcomp.compress(module, optimizer, state, updates=True)
+        train(module, optimizer, rank, range(2))
+    with pytest.raises(sidcomp.SetupError, match="this State is closed"):
+        optimizer.step()
+    if wrapped:
+        with pytest.raises(RuntimeError, match="the run is closed"):
+            backward(module, rank, 2)
+
+
 def swapped(rank: int, world: int, swaps: bool) -> torch.Tensor:
     """Averaged parameters are swapped in to evaluate, and the own ones back."""
     module = network()

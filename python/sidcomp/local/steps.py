@@ -226,8 +226,7 @@ class Updates:
 
     def before(self) -> None:
         """Called before the optimizers step. Raises SetupError before a parameter has moved."""
-        if self.state.engine.closed:
-            return
+        self.state.check_open()
         self._shown.refuse("the optimizer would step")
         if self._loaded.replaced():
             self.restart()
@@ -243,8 +242,7 @@ class Updates:
     def after(self) -> None:
         """Called after each of the optimizers has stepped once, or a GradScaler has skipped the step, on
         every rank equally often. Exchanges if it is time to, and raises the errors of the exchange."""
-        if self.state.engine.closed:
-            return
+        self.state.check_open()
         self.steps += 1
         if isinstance(self.noise, SketchNoise):
             self.noise.lengthen()
