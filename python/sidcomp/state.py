@@ -204,10 +204,9 @@ class State(OptimizerFit):
     def preset(cls, name: str | Path, **changes: Any) -> "State":
         """Makes a State from a TOML file: `State.preset("redsync")` has a paper's published setting.
 
-        name: one of `sidcomp.presets()`, or a path that ends in .toml (sidcomp/config/presets.py
-        says what it may hold). changes: arguments and parameters that replace those
-        of the file. Raises ArgumentError, which names the file and the key.
-        """
+        name: one of `sidcomp.presets()`, or a path that ends in .toml (sidcomp/config/presets.py says what it
+        may hold). changes: arguments and parameters that replace those of the file. Raises ArgumentError,
+        which names the file and the key."""
         found = presets.load(name)
         try:
             return cls(**{**found.arguments, **found.parameters, **changes})
@@ -372,23 +371,21 @@ class State(OptimizerFit):
     # ---------------------------------------------------------------------------------------------
 
     def rescale(self, factor: float) -> None:
-        """Multiplies the memory's contents by `factor` > 0. Call it on every rank, between two iterations."""
+        """Multiplies the memory's contents by `factor` > 0. Call it on every rank, between two iterations.
+        Raises SetupError where updates are sent."""
+        self._refuse_updates("rescale() multiplies residuals of scaled gradients")
         self.engine.rescale(above_zero(factor, f"rescale(factor={factor!r})"))
 
     def update_scale(self, scale: float) -> None:
-        """Sets the loss scale: call `state.update_scale(scaler.get_scale())` after each `scaler.update()`.
-        You do not need it if you give the scaler to `follow`.
+        """Sets the loss scale: call `state.update_scale(scaler.get_scale())` after each `scaler.update()`, if
+        you do not give the scaler to `follow`.
 
         Residuals are in units of scaled gradients: when the scale changes, they are multiplied by new / old.
         From the first scale other than 1 on, nonfinite=None means "rollback". Raises SetupError where
         updates are sent.
         """
         value = above_zero(scale, f"update_scale(scale={scale!r})", "scaler.get_scale()")
-        if self.door is not None and self.door.model.updates:
-            raise SetupError(
-                "update_scale() rescales residuals of scaled gradients, but what optimizers did is in the "
-                "unit of the parameters: leave it out"
-            )
+        self._refuse_updates("update_scale() rescales residuals of scaled gradients")
         self.engine.quiet()
         if value != 1:  # which a scaler that is not enabled says
             self.engine.guarded()
@@ -401,10 +398,18 @@ class State(OptimizerFit):
         With nonfinite="rollback" the residuals, the random numbers and the step count are then as if that
         backward() had never been; with "drop" the residuals are cleared. sidcomp discards a step without this
         call if it was not finite or if the GradScaler given to `follow` skipped it; then the call changes
-        nothing. Raises SetupError if there is no step to discard.
+        nothing. Raises SetupError if there is no step to discard, and where updates are sent.
         """
         self.check_open()
+        self._refuse_updates("skip() discards a gradient that was sent")
         self.engine.skip()
+
+    def _refuse_updates(self, what: str) -> None:
+        if self.door is not None and self.door.model.updates:
+            raise SetupError(
+                f"{what}, but what optimizers did is in the unit of the parameters, and sent when they have "
+                "stepped: leave it out"
+            )
 
     # ---- learning rate
     # -------------------------------------------------------------------------------------------
@@ -545,10 +550,8 @@ class State(OptimizerFit):
     # ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Waits for pending exchanges and ends the State's own process group. May be called again.
-
-        A clean end of a program: `state.close(); del ddp; gc.collect();
-        torch.distributed.destroy_process_group()`.
+        """Waits for pending exchanges and ends the State's own process group. May be called again. A clean
+        end of a program: `state.close(); del ddp; gc.collect(); torch.distributed.destroy_process_group()`.
         """
         if self._closed is not None:
             return

@@ -370,6 +370,17 @@ def test_training_on_behind_a_closed_state_is_an_error(rank: int, world: int, wr
             backward(module, rank, 2)
 
 
+@on_ranks(2)
+def test_what_is_for_gradients_is_refused(rank: int, world: int) -> None:
+    module = network()
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, KINDS["parameters"]["codec"]) as it:
+        train(module, optimizer, rank, range(2))
+        for call in (it.state.skip, partial(it.state.rescale, 2.0), partial(it.state.update_scale, 2.0)):
+            with pytest.raises(sidcomp.SetupError, match="unit of the parameters"):
+                call()
+
+
 def swapped(rank: int, world: int, swaps: bool) -> torch.Tensor:
     """Averaged parameters are swapped in to evaluate, and the own ones back."""
     module = network()
