@@ -226,6 +226,13 @@ class Run(ABC):
         """Makes the parameters of all ranks equal: exchanges what has not been sent, uncompressed. Where
         gradients are sent, they are equal already. Every rank calls it at the same point."""
 
+    def rewrap(self) -> DistributedDataParallel:
+        """Returns a new DDP model around the same module, whose buckets are the groups that "auto" would have
+        with gradients that arrive one by one: `ddp = run.rewrap()`. The old one cannot be used after this.
+        Call it on every rank, between two steps. Raises SetupError unless gradients of a DDP model are
+        sent."""
+        raise SetupError("run.rewrap() is for gradients of a DDP model, whose buckets it makes anew")
+
     @abstractmethod
     def restart(self) -> None:
         """Forgets what has not been sent. Where updates are sent, the parameters as they are now become the
@@ -346,12 +353,9 @@ class GradientRun(Run):
         self.state.check_open()
 
     def rewrap(self) -> DistributedDataParallel:
-        """Returns a new DDP model around the same module, whose buckets are the groups that "auto" would have
-        with gradients that arrive one by one: `ddp = run.rewrap()`. The old one cannot be used after this.
-        Call it on every rank, between two steps. Raises SetupError if the run is not of a DDP model."""
         ddp = ddp_of(self.module)
         if ddp is None:
-            raise SetupError("run.rewrap() is for a DDP model, whose buckets it makes anew")
+            return super().rewrap()
         self.module = rewrap(ddp, self.state)
         return self.module
 

@@ -379,6 +379,8 @@ def test_what_is_for_gradients_is_refused(rank: int, world: int) -> None:
         for call in (it.state.skip, partial(it.state.rescale, 2.0), partial(it.state.update_scale, 2.0)):
             with pytest.raises(sidcomp.SetupError, match="unit of the parameters"):
                 call()
+        with pytest.raises(sidcomp.SetupError, match="gradients of a DDP model"):
+            it.rewrap()
 
 
 def swapped(rank: int, world: int, swaps: bool) -> torch.Tensor:
