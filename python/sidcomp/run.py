@@ -31,7 +31,6 @@ from sidcomp.local.defaults import OuterOptimizer, common_arguments, place_of_er
 from sidcomp.local.saved_updates import check_optimizers
 from sidcomp.local.shards import is_sharded
 from sidcomp.local.steps import Updates
-from sidcomp.local.vectors import compare, group_of
 from sidcomp.options import OF_UPDATES, Options
 from sidcomp.runtime.bucket import failed
 from sidcomp.runtime.optimizers import Optimizers, chains, enabled
@@ -415,10 +414,11 @@ class UpdateRun(Run):
             spec = spec_of(codec, parameters, outer, adam) if isinstance(codec, str) else (codec, parameters)
             state = _state(spec[0], arguments, dict(spec[1]), None)
             how.setdefault("error", place_of_error(module, state, how))
-        self.updates = Updates(module, optimizer, state, process_group=group, scaler=scaler, **how)
-        if deadline is None:  # the exchanges in which it chooses would meet others
-            choice = {"codec": "auto" if chooses else "named", "accuracy": accuracy, "adam": adam}
-            compare({}, module, group_of(state, group), choice, self.updates.shards.part)
+        # the exchanges in which one rank chooses would meet others
+        agree = {"codec": "auto" if chooses else "named", "accuracy": accuracy, "adam": adam}
+        self.updates = Updates(
+            module, optimizer, state, process_group=group, scaler=scaler, agree=agree, **how
+        )
         super().__init__(module, optimizers)
         self._choosing: Choosing | None = None
         longer = may_wait and accuracy in ("close", "any")

@@ -143,6 +143,8 @@ def test_wrong_kinds_are_named(rank: int, world: int) -> None:
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
+            if parameter.name == "agree":  # which compress gives
+                continue
             for value in WRONG:
                 tried += 1
                 what = f"{name}({parameter.name}={value!r})"

@@ -588,6 +588,7 @@ def test_optimizers_that_suit_other_codecs_are_an_error_on_every_rank(
         sidcomp.compress(module, optimizer, options=sidcomp.Options(noise_correction=False), **parameters)
     said = str(caught.value)
     assert "rank 1 has adam=True where rank 0 has adam=False: give every rank" in said
+    assert not optimizer._optimizer_step_post_hooks, "no run is left that exchanges"
 
 
 @on_ranks(2)

@@ -1,6 +1,6 @@
 """Updates: the optimizers step on each rank's own gradients, and the ranks exchange what they did."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,6 +83,7 @@ class Updates:
     host, stale     as in `sidcomp.Options`
     deadline, process_group, scaler
                     as in `sidcomp.compress`
+    agree           what else must be the same on all ranks, by name
 
     It takes 12 bytes for each float32 parameter (update, point, base), 8 with error="memory" and no delay;
     sketches for the noise correction take 4, an outer momentum 4. The State's memory comes on top.
@@ -109,6 +110,7 @@ class Updates:
         stale: int = 10,
         process_group: dist.ProcessGroup | None = None,
         scaler: Any = None,
+        agree: Mapping[str, object] | None = None,
     ) -> None:
         arguments.check(module, state, every, delay, error, host, noise_correction, stale)
         if error == "parameters":
@@ -136,7 +138,7 @@ class Updates:
         if deadline is None:
             same = {"every": every, "delay": delay, "parts": parts, "outer": self.outer.label, "error": error}
             same |= {"host": host, "noise_correction": noise_correction, "corrected": len(self._correction)}
-            self._start(named, group_of(state, process_group), same)
+            self._start(named, group_of(state, process_group), {**same, **(agree or {})})
         else:
             self._meet_others(named, deadline, stale)
         self._stepping = Stepping(self, links, scaler)
