@@ -24,7 +24,7 @@ from sidcomp.doors.ddp_checks import refuse_fsdp1
 from sidcomp.doors.fsdp.hsdp import peers_of
 from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
-from sidcomp.local.alarms import NotInCopies
+from sidcomp.local.alarms import NotInCopies, refuse_second
 from sidcomp.local.arguments import check_error_in_parameters
 from sidcomp.local.choice import CANDIDATES, WITH_SGD, Choosing
 from sidcomp.local.defaults import OuterOptimizer, common_arguments, place_of_error, spec_of
@@ -392,6 +392,7 @@ class UpdateRun(Run):
                 "new DDP, or pass the module itself"
             )
         module = ddp.module if ddp is not None else model
+        refuse_second(module)
         group = ddp.process_group if ddp is not None and process_group is None else process_group
         outer, deadline = how.get("outer"), how.get("deadline")
         may_wait = not how.keys() & {"every", "delay", "parts"}  # for more than a step, if loss may be lost

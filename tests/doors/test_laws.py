@@ -383,6 +383,24 @@ def test_what_is_for_gradients_is_refused(rank: int, world: int) -> None:
             it.rewrap()
 
 
+@on_ranks(2)
+def test_a_second_run_over_the_module_is_refused_while_the_first_is_open(rank: int, world: int) -> None:
+    module = network()
+    optimizer = adamw(module)
+    first = sidcomp.compress(module, optimizer, "int4")
+    for again in (module, torch.compile(module, backend="eager"), module[2]):  # type: ignore[index]
+        with pytest.raises(sidcomp.SetupError, match="that run is open"):
+            sidcomp.compress(again, optimizer, "int4")
+    train(module, optimizer, rank, range(2))
+    first.close()
+    sidcomp.compress(module, optimizer, "int4")
+    train(module, optimizer, rank, range(2))
+    del optimizer, first  # and the second run with them
+    with sidcomp.compress(module, other := adamw(module), "int4") as it:
+        train(module, other, rank, range(2))
+        assert it.stats()["steps"] == 2
+
+
 def swapped(rank: int, world: int, swaps: bool) -> torch.Tensor:
     """Averaged parameters are swapped in to evaluate, and the own ones back."""
     module = network()

@@ -1,6 +1,7 @@
 """Alarms while ranks train on their own: they report gradients that something else averages, and exchanges
 that do not count."""
 
+import gc
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from operator import attrgetter
@@ -78,6 +79,25 @@ class OwnGradients:
                 "averages them (DDP around the module, or an all-reduce of the program), or all ranks read "
                 "the same batches. Pass sidcomp.compress the DDP model, leave the all-reduce out, or give "
                 "each rank data of its own"
+            )
+
+
+RUNS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # the Updates that exchange at present
+
+
+def refuse_second(module: torch.nn.Module) -> None:
+    """Raises SetupError if another run exchanges parameters of the module: both would exchange each step."""
+    own = {id(p) for p in module.parameters() if p.requires_grad}
+
+    def others() -> bool:
+        open_ = [run for run in RUNS if not run.state.engine.closed]
+        return any(own & {id(p) for p in run.module.parameters()} for run in open_)
+
+    if others():
+        gc.collect()  # a run whose optimizers are gone has ended
+        if others():
+            raise SetupError(
+                "sidcomp.compress was called for this module before, and that run is open: close() it first"
             )
 
 

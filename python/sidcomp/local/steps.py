@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
 from sidcomp.local import arguments, saved_updates
 from sidcomp.local import error as errors
-from sidcomp.local.alarms import Discards, Loaded, OwnGradients, Trained, apart
+from sidcomp.local.alarms import RUNS, Discards, Loaded, OwnGradients, Trained, apart
 from sidcomp.local.choice import Choosing
 from sidcomp.local.correction import Correction
 from sidcomp.local.elastic import Meetings
@@ -143,6 +143,7 @@ class Updates:
             self._meet_others(named, deadline, stale)
         self._stepping = Stepping(self, links, scaler)
         self._loaded = Loaded(self.module, self._parameters)
+        RUNS.add(self)
 
     def build(self, known: Container[str]) -> dict[str, torch.Tensor]:
         """Makes the vectors over the parameters that the optimizers train, and over the known ones, and what
@@ -522,6 +523,7 @@ class Updates:
 
     def close(self) -> None:
         """Exchanges nothing from now on. The parameters stay as they are."""
+        RUNS.discard(self)
         self._stepping.close()
         self._loaded.close()
 
