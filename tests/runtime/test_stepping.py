@@ -137,6 +137,17 @@ def test_a_scaler_that_skips_one_of_two_optimizers() -> None:
     assert owner.steps == 1 and owner.calls[-1] == ("after", 7.0)
 
 
+def test_a_step_that_a_scaler_skips_counts_for_all_whom_the_optimizer_serves() -> None:
+    p = parameter(float("inf"))
+    owners, optimizer = [Owner(p) for _ in range(3)], sgd(p)
+    of_each = [Stepping(owner, chains(optimizer)) for owner in owners]
+    of_each[1].close()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    assert [owner.steps for owner in owners] == [1, 0, 1]
+
+
 def test_the_scaler_of_another_model_counts_nothing() -> None:
     p, q = parameter(), parameter(float("inf"))
     owner, own, other = Owner(p), sgd(p), sgd(q)

@@ -60,7 +60,11 @@ class Stepping:
             self._hooks.append(last.register_step_pre_hook(outside(self._begin)))
             self._hooks.append(last.register_step_post_hook(outside(self._end)))
             for link in links:
-                _of[link] = weakref.ref(self), index
+                _of[link] = [(weakref.ref(one), i) for one, i in (*_steppings(link), (self, index))]
+
+    @property
+    def open(self) -> bool:
+        return self._owner is not None
 
     def close(self) -> None:
         """Notices no step from now on."""
@@ -118,8 +122,14 @@ def _makes_state(optimizer: Any) -> bool:
     return not any(bool(g.count_nonzero()) for g in gradients)
 
 
-# The Stepping of each optimizer, and the optimizer's index in it.
-_of: "weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Stepping], int]]" = weakref.WeakKeyDictionary()
+_of: "weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Stepping], int]]]" = weakref.WeakKeyDictionary()
+
+
+def _steppings(optimizer: Any) -> list[tuple[Stepping, int]]:
+    """The Steppings of an optimizer, of which each has one for the parameters of another module, and the
+    optimizer's index in them."""
+    known = [(ref(), index) for ref, index in _of.get(optimizer, ())]
+    return [(one, index) for one, index in known if one is not None and one.open]
 
 
 def _counting(step: Any) -> Any:
@@ -130,14 +140,12 @@ def _counting(step: Any) -> Any:
         given = (
             [kwargs["optimizer"]] if "optimizer" in kwargs else args[:2]
         )  # behind self, if it is not bound
-        found = next((_of[x] for x in given if x in _of), None)
-        stepping = found[0]() if found is not None else None
-        if found is None or stepping is None:
-            return step(*args, **kwargs)
-        before = stepping.calls(found[1])
+        found = next((of for x in given if (of := _steppings(x))), [])
+        before = [stepping.calls(index) for stepping, index in found]
         out = step(*args, **kwargs)
-        if stepping.calls(found[1]) == before:
-            stepping.skipped(found[1])
+        for (stepping, index), calls in zip(found, before, strict=True):
+            if stepping.calls(index) == calls:
+                stepping.skipped(index)
         return out
 
     wrapper.__dict__["counts_skipped_steps"] = True
