@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ def caught(do: Any) -> str:
 
 
 STEPS = 12
+KEPT = sidcomp.Options(error="memory")
 
 
 @pytest.mark.parametrize("how", ["ddp", "all-reduce", "same batches", "own"])
@@ -399,6 +400,27 @@ def test_a_second_run_over_the_module_is_refused_while_the_first_is_open(rank: i
     with sidcomp.compress(module, other := adamw(module), "int4") as it:
         train(module, other, rank, range(2))
         assert it.stats()["steps"] == 2
+
+
+@on_ranks(2)
+def test_one_optimizer_of_two_modules(rank: int, world: int) -> None:
+    """A scaler that skips its step on one rank skips it in both runs."""
+    modules = [network(), network(seed=1)]
+    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1)
+    said = "6 of the optimizer's parameters are not the module's"
+    with pytest.warns(sidcomp.SidcompWarning, match=said) if rank == 0 else nullcontext():
+        runs = [sidcomp.compress(m, optimizer, "none", options=KEPT) for m in modules]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        for m in modules:
+            backward(m, rank, step, float("inf") if (rank, step) == (1, 2) else float(scaler.get_scale()))
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        scaler.update()
+    assert [it.updates.steps for it in runs] == [4, 4]  # type: ignore[attr-defined]
+    for it in runs:
+        it.close()
 
 
 def swapped(rank: int, world: int, swaps: bool) -> torch.Tensor:

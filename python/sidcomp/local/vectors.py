@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidcomp import notices
 from sidcomp.doors.names import named_parameters
 from sidcomp.doors.roles import roles
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
@@ -42,7 +43,17 @@ def trained(
                 )
     if missing := [name for name, p in named.items() if id(p) not in own]:
         who = "the optimizer does not have" if len(optimizers) == 1 else "no optimizer of the list has"
-        raise SetupError(f"{who} {missing[0]!r}, which requires a gradient")
+        raise SetupError(
+            f"{who} {missing[0]!r}, which requires a gradient: add it to the optimizer, or call "
+            "requires_grad_(False) on it"
+        )
+    own_ids = {id(p) for p in module.parameters()}
+    if (others := len(own.keys() - own_ids)) and not known:
+        notices.warn(
+            f"{others} of the optimizer's parameters are not the module's, so no exchange reaches them: give "
+            f"{CALL} a module that has all of them, unless something else averages them",
+            dist.get_rank() if dist.is_initialized() else 0,
+        )
     if not named:
         raise SetupError("the module has no parameters that require gradients")
     if complex_ := [name for name, p in named.items() if p.is_complex()]:
