@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks, run
 from local_training import alike, backward, flat, network
+from sidcomp.doors.backend.after_backward import _begun
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -396,6 +397,15 @@ def exactly(rank: int, world: int, kind: str) -> None:
     x = torch.full((len(flat(network())) + (kind == "others"),), 1.0 + rank)
     dist.all_reduce(x)
     assert torch.equal(x, torch.full_like(x, world * (world + 1) / 2))
+
+
+def test_backward_passes_are_counted_inside_inference_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sidcomp.doors.backend.after_backward._counter", None)
+    with torch.inference_mode():
+        first = _begun()
+        assert _begun() == first
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert _begun() == first + 1
 
 
 def after_backward(rank: int, world: int, kind: str) -> Any:

@@ -25,15 +25,16 @@ class _Counter:
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
             self._root = leaf.view(())
+            self._seed = torch.ones((), dtype=torch.float32, device="cpu")
         self._root.register_hook(self._see)  # type: ignore[no-untyped-call]
-        self._seed = torch.ones((), dtype=torch.float32, device="cpu")
         self._own = self._number = 0
 
     def _see(self, _: torch.Tensor) -> None:
         self._number = torch._C._current_graph_task_id()
 
     def __call__(self) -> int:
-        self._root.backward(self._seed, retain_graph=True)  # type: ignore[no-untyped-call]
+        with torch.inference_mode(False):  # the program may evaluate inside of it
+            self._root.backward(self._seed, retain_graph=True)  # type: ignore[no-untyped-call]
         self._own += 1
         return self._number + 1 - self._own  # the first number is 0
 
