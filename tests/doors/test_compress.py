@@ -672,6 +672,13 @@ def test_a_damaged_checkpoint_leaves_auto_as_it_was(tmp_path: Path) -> None:
         assert before == after and "still measuring" in after and "step" in said
 
 
+@on_ranks(1)
+def test_an_option_that_is_the_default_changes_nothing(rank: int, world: int) -> None:
+    module = network()
+    with sidcomp.compress(module, adamw(module), "int4", options=sidcomp.Options(host=False)) as it:
+        assert it.updates.error == "parameters"  # type: ignore[attr-defined]
+
+
 # ---- refusals
 # ------------------------------------------------------------------------------------------------------------
 

@@ -35,5 +35,5 @@ def place_of_error(module: torch.nn.Module, state: State, how: dict[str, Any]) -
     memories = [c.memory.traits for c in state.settings.candidates if not c.codec.lossless]
     fits = all("feedback" in traits for traits in memories) and not state.settings.momentum
     single = all(p.dtype is torch.float32 for p in module.parameters() if p.requires_grad)
-    others = how.keys() & {"outer", "parts", "deadline", "host"}
+    others = any(how.get(name) for name in ("outer", "parts", "deadline", "host"))
     return "parameters" if fits and single and not others else "memory"
