@@ -319,11 +319,17 @@ class GradientRun(Run):
         links = chains(optimizer)
         super().__init__(model, [each[-1] for each in links])
         self._state = state
-        if ddp is not None:
-            register(ddp, state)
-        else:
-            fsdp.compress(model, state, replicas=replicas)
-        state.follow([each[0] for each in links], enabled(scaler))
+        if state.door is not None and state.door.open:
+            raise SetupError("this State serves a model already: give every model a State of its own")
+        state.follow([each[0] for each in links], enabled(scaler))  # first: nobody can take the hook back
+        try:
+            if ddp is not None:
+                register(ddp, state)
+            else:
+                fsdp.compress(model, state, replicas=replicas)
+        except BaseException:
+            state.follow(None)
+            raise
 
     @property
     def state(self) -> State:
