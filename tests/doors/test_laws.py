@@ -492,6 +492,24 @@ def test_a_parameter_that_is_released_is_averaged_from_then_on(kind: str) -> Non
         assert ("begin to train in step 8" in r["said"]) is (rank == 0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_parameter_that_one_rank_alone_releases_is_an_error_on_all(
+    rank: int, world: int, kind: str
+) -> None:
+    module = network()
+    frozen = list(module[0].parameters())  # type: ignore[index]
+    for p in frozen:
+        p.requires_grad_(False)
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, **KINDS[kind]):
+        train(module, optimizer, rank, range(7))
+        for p in frozen if rank == 1 else ():
+            p.requires_grad_(True)
+        said = caught(lambda: train(module, optimizer, rank, range(7, 20)))
+    assert "RankError" in said and "begun anew since its last step" in said, said
+
+
 @pytest.mark.parametrize("when", ["average", "training"])
 @on_ranks(2)
 def test_a_parameter_that_is_replaced_is_noticed(rank: int, world: int, when: str) -> None:

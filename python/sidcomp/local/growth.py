@@ -36,6 +36,7 @@ def grow(updates: Updates) -> None:
         for name, x in values.items():
             own[name].copy_(x)
     updates.outer.follow(outer)
+    updates.state.engine.depart()
     updates.state.door = None  # which serves the parameters of before
     updates.enter(named)
     updates.form(again=True)

@@ -254,7 +254,7 @@ class Engine(Regrouping):
         assert exchange is not None and executor is not None
         if executor.on_device or exchange.world == 1 or exchange.rejoins:
             return
-        how = f" (with a checkpoint of step {self.step}, by restart(), or after an error)"
+        how = f" (with a checkpoint of step {self.step}, by restart(), to train more, or after an error)"
         advice = "load a checkpoint on all ranks, at the same point, or on none"
         mine = RankError(f"it has {_ANEW}{how}, and not every rank has: {advice}")
         now = self._exchange_for(replaced)
@@ -404,8 +404,7 @@ class Engine(Regrouping):
     def start_from(self, resume: checkpoint.Resume, planned: tuple[Tuner, Regime] | None) -> None:
         """Takes a loaded state, which is put into the groups when they are made. planned: the tuner to
         continue with, and its regime."""
-        if self.layout is not None:
-            self._replaced = {name: getattr(self, name) for name in _REPLACED} | {"step": self.step}
+        self.depart()
         self.resume, self.layout, self.unassigned = resume, None, {}
         self.informed = True
         self._kept_groups = resume.layout
@@ -421,10 +420,14 @@ class Engine(Regrouping):
         """Forgets all memory: nothing that was not sent will be. The groups are made anew, where the ranks
         compare, as after a checkpoint."""
         self.quiet()
-        if self.layout is not None:
-            self._replaced = {name: getattr(self, name) for name in _REPLACED} | {"step": self.step}
+        self.depart()
         self.layout, self.unassigned = None, {}
         self.drop_loaded()
+
+    def depart(self) -> None:
+        """This rank goes on otherwise than after its last step. The next `form` tells ranks that do not."""
+        if self.layout is not None:
+            self._replaced = {name: getattr(self, name) for name in _REPLACED} | {"step": self.step}
 
     def drop_loaded(self) -> None:
         """Forgets what `start_from` took."""
