@@ -33,6 +33,7 @@ from sidcomp.local.shards import is_sharded
 from sidcomp.local.steps import Updates
 from sidcomp.options import OF_UPDATES, Options
 from sidcomp.runtime.bucket import failed
+from sidcomp.runtime.members import check_ranks
 from sidcomp.runtime.optimizers import Optimizers, chains, enabled
 from sidcomp.runtime.plain_data import anything, listing, record, table
 from sidcomp.state import State
@@ -100,6 +101,8 @@ def compress(
     if ddp is None and not sharded:
         raise SetupError("updates=False averages gradients, and the model is a plain module: wrap it in DDP")
     state = _state(codec, own, parameters, None if sharded else process_group)
+    if ddp is not None and process_group is not None:
+        check_ranks(process_group, ddp.process_group)
     return GradientRun(model, ddp, optimizer, state, scaler, process_group)
 
 
