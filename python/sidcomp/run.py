@@ -143,6 +143,8 @@ def _sort(
             f"{', '.join([*how, *more])}: these are for updates, and this run sends gradients: give "
             "updates=True, or leave them out"
         )
+    if "stale" in more and "deadline" not in how:
+        raise ArgumentError(f"stale={more['stale']!r} is for late ranks: give a deadline, or leave it out")
     return updates, {**how, **more}, own
 
 

@@ -18,7 +18,7 @@ from sidcomp.config.grouping import Groups, check_lists
 from sidcomp.config.kinds import above_zero
 from sidcomp.config.policy import Exclude, Rules
 from sidcomp.config.schedule import Schedule, Setting
-from sidcomp.config.settings import Candidates, Settings
+from sidcomp.config.settings import WARMUP, Candidates, Settings
 from sidcomp.errors import ArgumentError, CheckpointError, ParameterError, SetupError
 from sidcomp.optimizer_fit import OptimizerFit
 from sidcomp.planner import plan_plot
@@ -165,7 +165,7 @@ class State(OptimizerFit):
         candidates: Candidates | None = None,
         policy: Rules = (),
         full_every: int | Schedule = 0,
-        warmup: int = 30,
+        warmup: int = WARMUP,
         exchange: str | Sequence[str] | None = None,
         transport: str = "torch",
         K: int | Schedule | None = None,

@@ -696,6 +696,8 @@ def refused(rank: int, world: int) -> list[str]:
         lambda: sidcomp.compress(module, sgd(module), updates=False),
         lambda: sidcomp.compress(ddp, own, updates="yes"),  # type: ignore[arg-type]
         lambda: sidcomp.compress(ddp, own, "topkk"),
+        lambda: sidcomp.compress(module, sgd(module), options=sidcomp.Options(stale=3)),
+        lambda: sidcomp.compress(ddp, own, "int8", options=sidcomp.Options(warmup=50)),
         lambda: sidcomp.compress(ddp, own, "int8", scaler="none"),
         lambda: sidcomp.compress(
             ddp, own, sidcomp.State("int8"), process_group=[dist.new_group([r]) for r in range(world)][rank]
@@ -717,8 +719,9 @@ def test_what_is_wrong_is_said_at_once() -> None:
         "ArgumentError: density beside a State", "ArgumentError: every: these are for updates",
         "ArgumentError: stale: these are for updates",
         "SetupError: updates=False averages gradients", "ArgumentError: updates='yes'",
-        "ParameterError: ", "ArgumentError: follow(scaler=str)",
-        "SetupError: State(process_group=...) has the ranks", "ArgumentError: profile=", "ParameterError: ",
+        "ParameterError: ", "ArgumentError: stale=3 is for late ranks", "ArgumentError: warmup=50 is for ",
+        "ArgumentError: follow(scaler=str)", "SetupError: State(process_group=...) has the ranks",
+        "ArgumentError: profile=", "ParameterError: ",
     )  # fmt: skip
     for said in run(refused, 2):
         assert not [(x, start) for x, start in zip(said, expected, strict=True) if not x.startswith(start)]

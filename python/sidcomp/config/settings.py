@@ -32,6 +32,7 @@ FEWER = 0.9  # of the bytes: what saves less is not worth a second round
 TRANSPORTS = ("torch", "native")
 NONFINITE = ("rollback", "drop")
 
+WARMUP = 30  # steps of each stage, unless the program says otherwise
 MERGECOMP = (2, 0.01)  # Y, what MergeComp recommends, and alpha, for which it gives no number
 
 PLAIN = Regime("bucket", (DENSE,))
@@ -144,6 +145,8 @@ class Settings:
         accuracy = _accuracy(accuracy, free, memory)
         if candidates is not None and not auto:
             raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
+        if warmup not in (0, WARMUP) and not auto:
+            raise ArgumentError(f'warmup={warmup} is for codec="auto"; the codec is {codec!r}: leave it out')
         groups = ("auto" if auto else "bucket") if groups is None else groups
         if auto and groups != "auto":
             raise ArgumentError(
