@@ -303,6 +303,24 @@ def test_ranks_without_parameters_hold_no_round_among_themselves(monkeypatch: py
     assert list(record["here"]) == ["1"] and not record["closed"] and 0 in record["expected"]
 
 
+def test_a_rank_without_a_point_waits_for_one_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has parameters, but none that a round has ended with. It neither keeps the store busy, nor waits for
+    ever."""
+    monkeypatch.setattr(rounds, "LONELY_S", 0.3)
+    one = rounds.Rounds(dist.HashStore(), "key", 0, 3, "m", 0.1)
+    one._change(lambda r: r.update(number=5, version=3) is None)
+    arrivals = 0
+
+    def mine(_: object) -> dict[str, Any]:
+        nonlocal arrivals
+        arrivals += 1
+        assert arrivals < 100
+        return {"version": -1, "empty": True, "group": ""}
+
+    with pytest.raises(sidcomp.ExchangeError, match="rank 0 has no parameters"):
+        one.meet(mine)
+
+
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=SLOW) for seed in range(2, 24))])
 def test_a_rank_that_is_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
     """It comes back at once, or when the others have gone on, with its checkpoint or without."""

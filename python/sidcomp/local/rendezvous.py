@@ -181,16 +181,10 @@ class Rounds:
                 if not joins:
                     return None
                 alone = record["expected"] == [self.rank] and not record["closed"] and waited > wait
-                if alone or waited > LONELY_S:
-                    raise ExchangeError(
-                        f"rank {self.rank} has no parameters, and no rank that has them has come within "
-                        f"{waited:.0f} s: the others have ended. Start all ranks anew, with a new store"
-                    )
-                time.sleep(_PAUSES[1])
-                record = self._change(arrive)
+                record = self._arrive_later(arrive, waited, alone)
                 began = time.monotonic() if number >= 0 else began
             elif not _founded(record):
-                record = self._change(arrive)
+                record = self._arrive_later(arrive, waited)
             elif _complete(record) or waited > (max(wait, self.limit) if _lacks(record) else wait):
                 record = self._change(lambda r: self._close(r, number))
             else:
@@ -210,6 +204,17 @@ class Rounds:
             record["group"],
             [v for r, (_, v) in record["last"].items() if int(r) not in (*members, *record["left"])],
         )
+
+    def _arrive_later(self, arrive: Callable[[Record], bool], waited: float, alone: bool = False) -> Record:
+        """Waits for a rank that has parameters. Raises ExchangeError after a long time, or if this one is
+        alone."""
+        if alone or waited > LONELY_S:
+            raise ExchangeError(
+                f"rank {self.rank} has no parameters, and no rank that has them has come within "
+                f"{waited:.0f} s: the others have ended. Start all ranks anew, with a new store"
+            )
+        time.sleep(_PAUSES[1])
+        return self._change(arrive)
 
     def _unstick(self, record: Record) -> None:
         """Gives up a round that has been closed for so long that all its members must have ended."""
