@@ -319,6 +319,19 @@ def test_loading_on_one_rank_alone_is_an_error_on_all(rank: int, world: int, kin
     assert "RankError" in said and "begun anew since its last step" in said, said
 
 
+@on_ranks(2)
+def test_loading_inside_of_a_compiled_module_is_a_new_start(rank: int, world: int) -> None:
+    module = network()
+    compiled = torch.compile(module, backend="eager")
+    optimizer = adamw(module)
+    with sidcomp.compress(compiled, optimizer, "int4") as it:
+        train(module, optimizer, rank, range(3))
+        other = network(seed=3)
+        module.load_state_dict(other.state_dict())
+        with it.common():
+            assert torch.equal(flat(module), flat(other))
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 @on_ranks(2)
 def test_the_module_can_be_copied_and_saved_and_the_copy_is_another_one(
@@ -341,47 +354,6 @@ def test_the_module_can_be_copied_and_saved_and_the_copy_is_another_one(
         train(module, optimizer, rank, range(2, 4))
         it.average()
         assert alike(module)
-
-
-@on_ranks(2)
-def test_loading_inside_of_a_compiled_module_is_a_new_start(rank: int, world: int) -> None:
-    module = network()
-    compiled = torch.compile(module, backend="eager")
-    optimizer = adamw(module)
-    with sidcomp.compress(compiled, optimizer, "int4") as it:
-        train(module, optimizer, rank, range(3))
-        other = network(seed=3)
-        module.load_state_dict(other.state_dict())
-        with it.common():
-            assert torch.equal(flat(module), flat(other))
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-@on_ranks(2)
-def test_training_on_behind_a_closed_state_is_an_error(rank: int, world: int, wrapped: bool) -> None:
-    module: Any = DistributedDataParallel(network()) if wrapped else network()
-    optimizer = adamw(module)
-    with sidcomp.State("int4") as state:
-        sidcomp.compress(module, optimizer, state, updates=True)
-        train(module, optimizer, rank, range(2))
-    with pytest.raises(sidcomp.SetupError, match="this State is closed"):
-        optimizer.step()
-    if wrapped:
-        with pytest.raises(RuntimeError, match="the run is closed"):
-            backward(module, rank, 2)
-
-
-@on_ranks(2)
-def test_what_is_for_gradients_is_refused(rank: int, world: int) -> None:
-    module = network()
-    optimizer = adamw(module)
-    with sidcomp.compress(module, optimizer, KINDS["parameters"]["codec"]) as it:
-        train(module, optimizer, rank, range(2))
-        for call in (it.state.skip, partial(it.state.rescale, 2.0), partial(it.state.update_scale, 2.0)):
-            with pytest.raises(sidcomp.SetupError, match="unit of the parameters"):
-                call()
-        with pytest.raises(sidcomp.SetupError, match="gradients of a DDP model"):
-            it.rewrap()
 
 
 @on_ranks(2)
@@ -421,6 +393,45 @@ def test_one_optimizer_of_two_modules(rank: int, world: int) -> None:
     assert [it.updates.steps for it in runs] == [4, 4]  # type: ignore[attr-defined]
     for it in runs:
         it.close()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@on_ranks(2)
+def test_training_on_behind_a_closed_state_is_an_error(rank: int, world: int, wrapped: bool) -> None:
+    module: Any = DistributedDataParallel(network()) if wrapped else network()
+    optimizer = adamw(module)
+    with sidcomp.State("int4") as state:
+        sidcomp.compress(module, optimizer, state, updates=True)
+        train(module, optimizer, rank, range(2))
+    with pytest.raises(sidcomp.SetupError, match="this State is closed"):
+        optimizer.step()
+    if wrapped:
+        with pytest.raises(RuntimeError, match="the run is closed"):
+            backward(module, rank, 2)
+
+
+@on_ranks(2)
+def test_what_is_for_gradients_is_refused(rank: int, world: int) -> None:
+    module = network()
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, KINDS["parameters"]["codec"]) as it:
+        train(module, optimizer, rank, range(2))
+        for call in (it.state.skip, partial(it.state.rescale, 2.0), partial(it.state.update_scale, 2.0)):
+            with pytest.raises(sidcomp.SetupError, match="unit of the parameters"):
+                call()
+        with pytest.raises(sidcomp.SetupError, match="gradients of a DDP model"):
+            it.rewrap()
+
+
+@on_ranks(2)
+def test_where_tensors_cannot_be_exchanged_from_is_said(rank: int, world: int) -> None:
+    module = network()
+    group = dist.new_group(backend="cuda:gloo")
+    with pytest.raises(sidcomp.SetupError, match=r"on cpu, and the process group has no backend for it"):
+        sidcomp.compress(module, adamw(module), "int4", process_group=group)
+    module = network().to("meta")
+    with pytest.raises(sidcomp.UnsupportedError, match="parameters are on meta"):
+        sidcomp.compress(module, adamw(module), "int4")
 
 
 def swapped(rank: int, world: int, swaps: bool) -> torch.Tensor:

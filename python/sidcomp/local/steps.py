@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
+from sidcomp.errors import CheckpointError, UnsupportedError
 from sidcomp.local import arguments, saved_updates
 from sidcomp.local import error as errors
 from sidcomp.local.alarms import RUNS, Discards, Loaded, OwnGradients, Trained, apart
@@ -26,6 +26,7 @@ from sidcomp.local.vectors import (
     Vectors,
     broadcast,
     buckets,
+    check_devices,
     compare,
     cut,
     finite,
@@ -37,7 +38,6 @@ from sidcomp.local.vectors import (
     trained,
     whereabouts,
 )
-from sidcomp.runtime.communicator import has_gloo
 from sidcomp.runtime.engine import Model
 from sidcomp.runtime.optimizers import Optimizers, chains
 from sidcomp.state import State
@@ -173,12 +173,7 @@ class Updates:
         """Gives all ranks the same parameters, and makes what their exchanges need. same: the arguments,
         which must be the same on all ranks."""
         self._group = group
-        moved = [v for v in self.vectors if v.update.device != v.parameters[0].device]
-        if moved and not has_gloo(group):
-            raise SetupError(
-                "host=True exchanges over Gloo, which the process group has not: call "
-                'init_process_group("cpu:gloo,cuda:nccl")'
-            )
+        check_devices(self.vectors, group)
         compare(named, self.module, group, same, self.shards.part)
         broadcast([*map(own_part, self.module.parameters()), *self.module.buffers()], group)
         for v in self.vectors:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from sidcomp import notices
 from sidcomp.doors.names import named_parameters
 from sidcomp.doors.roles import roles
-from sidcomp.errors import ArgumentError, CheckpointError, SetupError
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.local.gradient_noise import Noise
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint_reader import unlike
-from sidcomp.runtime.communicator import exchanging
+from sidcomp.runtime.communicator import exchanging, has_gloo
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.members import refuse
 from sidcomp.state import State
@@ -152,6 +152,29 @@ def group_of(state: State, process_group: dist.ProcessGroup | None) -> dist.Proc
     chosen = given if given is not None else dist.group.WORLD
     assert chosen is not None
     return chosen
+
+
+def check_devices(vectors: "Sequence[Vectors]", group: dist.ProcessGroup) -> None:
+    """Raises UnsupportedError or SetupError if the ranks of the group cannot exchange tensors from where the
+    vectors and the parameters are."""
+    for device in {x.device for v in vectors for x in (v.parameters[0], v.update)}:
+        if device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(
+                f"parameters are on {device}, and only those on a CPU or a CUDA device can be exchanged: "
+                f"move the module before {CALL}()"
+            )
+        try:
+            group._get_backend(device)
+        except RuntimeError as e:
+            raise SetupError(
+                f"parameters are on {device}, and the process group has no backend for it: call "
+                'init_process_group("cpu:gloo,cuda:nccl")'
+            ) from e
+    if any(v.update.device != v.parameters[0].device for v in vectors) and not has_gloo(group):
+        raise SetupError(
+            "host=True exchanges over Gloo, which the process group has not: call "
+            'init_process_group("cpu:gloo,cuda:nccl")'
+        )
 
 
 class Vectors:
