@@ -37,8 +37,8 @@ class Sender:
     full_every  [None] every so many messages, one has all elements: for receivers that have lost the chain
     threads     [torch.get_num_threads()] of each call
 
-    A copy of the last confirmed version is kept where the weights are, and each message on the CPU until it
-    is confirmed or replaced.
+    A copy of the last confirmed version is kept where the weights are, and on the CPU each message since
+    then, until one of them is confirmed: any of them may be the one that every receiver has.
     """
 
     def __init__(

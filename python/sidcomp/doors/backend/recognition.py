@@ -422,7 +422,7 @@ class Passes:
         self._warn(
             "nothing",
             f"has compressed nothing in {PATIENCE} backward passes, because no two of them had the same "
-            "all-reduces, and gives up: sidcomp.compress know the model",
+            "all-reduces, and gives up: use sidcomp.compress, which knows the model",
         )
 
     def _made(self, program: Program) -> None:
