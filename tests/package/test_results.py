@@ -135,7 +135,9 @@ def test_the_losses_of_updates() -> None:
         (200, 1): {2: ("", "local error, 1/200")},
         **thousandth,
     }
-    texts = {row["way"]: float(row["over plain DDP"].split()[0]) for row in tables.record("diloco-96")["rows"]}
+    texts = {
+        row["way"]: float(row["over plain DDP"].split()[0]) for row in tables.record("diloco-96")["rows"]
+    }
     of_texts = {
         ("int4", 4): "updates, int4, every 4",
         ("int4", 13): "updates, int4, every 13",
