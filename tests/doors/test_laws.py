@@ -306,7 +306,7 @@ def test_nothing_moves_inside_common() -> None:
         assert said[-1] == ""
 
 
-@pytest.mark.parametrize("kind", ["parameters", "every", "memory", "outer"])
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_loading_on_one_rank_alone_is_an_error_on_all(rank: int, world: int, kind: str) -> None:
     module = network()

@@ -23,6 +23,9 @@ def grow(updates: Updates) -> None:
         )
     updates.land()
     updates.find()
+    engine = updates.state.engine
+    engine.depart()
+    engine.meet_others(updates._schedule.coming(updates.steps))
     before = {
         kind: {n: x.clone() for n, x in named_values(updates.vectors, kind).items()}
         for kind in ("point", "base")
@@ -36,7 +39,6 @@ def grow(updates: Updates) -> None:
         for name, x in values.items():
             own[name].copy_(x)
     updates.outer.follow(outer)
-    updates.state.engine.depart()
     updates.state.door = None  # which serves the parameters of before
     updates.enter(named)
     updates.form(again=True)

@@ -28,6 +28,10 @@ class Schedule:
         """The vectors of these parts."""
         return [n for part in parts for n, of in enumerate(self._of) if of == part]
 
+    def coming(self, steps: int) -> list[int]:
+        """The vectors that are exchanged next after so many steps."""
+        return self.indices(next(due for s in range(self._every) if (due := self.due(steps + 1 + s))))
+
     def refuse(self, layout: Layout) -> None:
         """Raises SetupError if a group is in several parts, which travel at different times."""
         for g in layout.groups:

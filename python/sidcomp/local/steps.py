@@ -326,9 +326,10 @@ class Updates:
         self.find()
         # First, because the ranks compare here how far they are, on which the size of what else they exchange
         # depends; and on all ranks of the shards, whichever has loaded a checkpoint or has another plan.
-        with self.shards.peers.together():
-            self.form()
         which = self._schedule.indices(together)
+        with self.shards.peers.together():
+            engine.meet_others(which)  # `form` does not know which part the other ranks exchange
+            self.form()
         updates = [self.vectors[n].update for n in which]
         for n in which:
             self.vectors[n].measure()
@@ -496,10 +497,11 @@ class Updates:
         if self.state.engine.closed:
             return
         self._shown.refuse("restart() was called")
-        for future in self._futures:
-            future.wait()
-        self._futures, self.flying = [], []
         self.find()
+        if self.flying:  # the other ranks land it, too, and compare
+            own = [p.clone() for p in self._parameters()]
+            self.land()
+            torch._foreach_copy_(self._parameters(), own)
         self.state.engine.restart()
         self.outer.reset()
         for v in self.vectors:
