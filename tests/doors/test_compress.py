@@ -286,6 +286,7 @@ def one_cannot_write(rank: int, world: int, folder: str) -> list[str]:
             it.save(place)
         said.append(str(caught.value))
         assert (Path(folder) / f"sidcomp-rank{rank}.pt").read_bytes() == before
+        dist.barrier()
         if rank == 0:
             (Path(folder) / "sidcomp-rank1.pt").unlink()
         dist.barrier()
