@@ -19,8 +19,8 @@
  * block, whatever it holds.
  *
  * QSGD (Alistarh et al. 2017): Q(v_i) = ||v||_2 sign(v_i) xi_i, xi_i one of the levels 0, 1/s .. 1 beside
- * |v_i| / ||v||_2 with E[xi_i] = |v_i| / ||v||_2. MergeComp's 8 bits: sign and s = 127. Fields have a fixed width here;
- * what the paper's Elias codes would save is in experiments/2026-11-codecs-in-detail.md.
+ * |v_i| / ||v||_2 with E[xi_i] = |v_i| / ||v||_2. MergeComp's 8 bits: sign and s = 127. Fields have a fixed width here,
+ * because a plan fixes the size of a payload and the length of the paper's Elias codes depends on the gradient.
  * TernGrad (Wen et al. 2017): scale = max |v|, P(|code| = 1) = |v_i| / scale, after clipping at c standard deviations,
  * c = 2.5. That is QSGD's rule with one level and the maximum for a norm. */
 #include <math.h>
