@@ -29,12 +29,7 @@ PARTS: dict[str, list[str]] = {
     "mergecomp": [GROUPED],
     "cupcake": ["cupcake --save"],
     "sidco": ["sidco_speed --save", "sidco_ratio --save", "sidco_ratio --under --save"],
-    "redsync": [
-        "redsync_selection --save",
-        "redsync_model --save",
-        "redsync_phases --save",
-        "redsync_accuracy --save",
-    ],
+    "redsync": ["redsync_selection --save", "redsync_phases --save", "redsync_accuracy --save"],
     "marsit": [
         "marsit --what bytes --save",
         "marsit --what rate --save",

@@ -16,8 +16,10 @@ import datetime
 import itertools
 import json
 import os
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,11 @@ from benchmarks.bench_codec import block
 from benchmarks.common import RESULTS, report
 from benchmarks.models import MODELS
 from benchmarks.netlab.lab import Lab, parse_rate
-from benchmarks.papers.redsync_model import DENSITY, timed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from tasks import TASKS
 
+DENSITY = 0.001
 SMALLEST = 32768  # elements: 128 KB
 FORMS = {"RGC": {}, "RGC, quantised": {"quantised": "on"}}
 
@@ -47,6 +49,19 @@ def sizes_of(model: str) -> list[int]:
     else:
         sizes = [t.elements for t in next(m for m in MODELS if m.name == model).tensors]
     return [n for n in sizes if n >= SMALLEST]
+
+
+def timed(what: Callable[[], object], repeats: int) -> float:
+    """Median seconds, of the slowest rank in each repeat."""
+    took = []
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        what()
+        seconds = torch.tensor([time.perf_counter() - start])
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        took.append(float(seconds))
+    return statistics.median(took)
 
 
 class Group:
