@@ -73,9 +73,12 @@ static void check_all(const tiny *t, kind k) {
         if (a->takes_seed) CHECK(p.plan.time_ps <= seed.plan.time_ps, "%s is slower than the plan in use", a->name);
         if (labels) { /* thinned and cut, its bound still holds */
             const sid_fuse_setting less[] = {{"thin_ps", 1 + best / 50}, {"work_limit", 1 + (int64_t)p.plan.work / 2}};
-            p = plan_tiny(&t->in, a->name, less, 2, NULL);
-            check_plan(t, "ldp, thinned and cut", &p, best);
-            CHECK(p.plan.time_ps <= dense, "ldp, cut: slower than dense");
+            for (int of = 0; of < 2; of++) { /* one method for all groups, or the best of each */
+                const planned *in_use = of ? &p : &seed, cut = plan_tiny(&t->in, a->name, less, 2, in_use);
+                check_plan(t, "ldp, thinned and cut", &cut, best);
+                CHECK(cut.plan.time_ps <= dense, "ldp, cut: slower than dense");
+                CHECK(cut.plan.time_ps <= in_use->plan.time_ps, "ldp, cut: slower than the plan in use");
+            }
         }
     }
 }
@@ -85,7 +88,7 @@ void test_fuse_optimal(void) {
     tiny t;
     for (int i = 0; i < 9000; i++) {
         const kind k = (kind)(i % KINDS);
-        const uint32_t methods = k == GENERAL ? 1 + rng_below(&d.r, 2) : 1;
+        const uint32_t methods = k == GENERAL ? 1 + rng_below(&d.r, TINY_METHODS) : 1;
         tiny_make(&t, &d, k, 1 + rng_below(&d.r, methods == 1 ? 8 : 6), methods);
         check_all(&t, k);
     }
@@ -147,8 +150,8 @@ void test_fuse_vectors(void) {
 
 /* A longer forward pass moves everything by as much; the order of the methods does not matter. */
 void test_fuse_shift(void) {
-    static const char *const names[] = {"pg",   "ldp",    "dense",     "layerwise",
-                                        "even", "bucket", "threshold", "cupcake-repaired"};
+    static const char *const names[] = {"pg",     "ldp",       "dense",     "layerwise", "even",
+                                        "bucket", "threshold", "mergecomp", "cupcake",   "cupcake-repaired"};
     draws d = {.r = {5}};
     tiny t;
     for (int i = 0; i < 150; i++) {

@@ -1,9 +1,9 @@
-"""The planner against a reference, brute force and counterexamples; its Python face and command."""
+"""The planner against a reference and brute force, as tests/c/fusion.c in C; its Python face and command."""
 
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,106 +187,13 @@ def check_timeline(made: Instance, done: dict[str, Any]) -> None:
     assert max(before.values()) == done["time_ps"]
 
 
-# ---- exactness ---------------------------------------------------------------------------------------------
-
-
-def affine_cases(each: int, largest: int) -> Iterator[Instance]:
-    rng = random.Random(1)
-    for family in FAMILIES:
-        for i in range(each):
-            made = affine(rng, rng.randint(1, largest), family)
-            yield constrain(rng, made) if i % 3 == 0 else made
-
-
-def pg_is_brute_force(each: int, largest: int) -> None:
-    for made in affine_cases(each, largest):
-        plan = sidcomp.planner.plan(made, "pg")
-        check(made, plan)
-        assert plan["exact"]
-        assert plan["time_ps"] == reference.brute_force(made)
-
-
-def ldp_is_brute_force(count: int, largest: int) -> None:
-    rng = random.Random(2)
-    for i in range(count):
-        methods = rng.randint(1, 3)
-        made = general(rng, rng.randint(1, largest - methods), methods)
-        if i % 3 == 0:
-            constrain(rng, made)
-        plan = sidcomp.planner.plan(made, "ldp", thin_ps=0)
-        check(made, plan)
-        assert plan["exact"]
-        assert plan["time_ps"] == reference.brute_force(made)
-
-
-def test_pg_is_brute_force() -> None:
-    pg_is_brute_force(100, 9)
-
-
-def test_ldp_is_brute_force() -> None:
-    ldp_is_brute_force(1500, 9)
-
-
-@pytest.mark.slow
-def test_pg_is_brute_force_many_times() -> None:
-    pg_is_brute_force(250, 12)
-
-
-@pytest.mark.slow
-def test_ldp_is_brute_force_many_times() -> None:
-    ldp_is_brute_force(6000, 10)
-
-
 # ---- the papers' algorithms --------------------------------------------------------------------------------
 
 
-def one_group_is_best() -> Instance:
-    return instance([0, 0], [0, 0], line(1, 0), line(0, 0))
-
-
-def empty_group_is_not_free() -> Instance:
-    return instance([2, 2, 2], [4, 4, 4], line(1, 1), line(6, 1))
-
-
-def flat_then_linear() -> Instance:
-    """h = max(3, x), g = x / 2 of sizes that are multiples of 4."""
-    return instance([2, 4, 4, 4], [32, 4, 4, 0], [[0, 3], [3, 3], [4, 4]], [[0, 0], [2, 1]])
-
-
-def not_unimodal() -> Instance:
-    """u = (108, 234, 234, 96, 123), v = (144, 312, 312, 128, 164)."""
-    return instance([0] * 5, [36, 78, 78, 32, 41], line(7, 3), line(5, 4))
-
-
-def time_of(made: Instance, algorithm: str, **options: int) -> int:
+def time_of(made: Instance, algorithm: str, **options: Any) -> int:
     plan = sidcomp.planner.plan(made, algorithm, **options)
     check(made, plan)
     return int(plan["time_ps"])
-
-
-def test_cupcake_as_printed_never_records_one_group() -> None:
-    made = one_group_is_best()
-    assert time_of(made, "pg") == reference.brute_force(made) == 1
-    assert time_of(made, "cupcake") == 2
-    assert time_of(made, "cupcake-repaired") == 1
-
-
-def test_cupcake_as_printed_prunes_too_much_with_an_empty_group_of_latency() -> None:
-    made = empty_group_is_not_free()
-    assert time_of(made, "pg") == time_of(made, "cupcake-repaired") == reference.brute_force(made) == 34
-    assert time_of(made, "cupcake") > 34
-
-
-def test_cupcake_prunes_the_optimum_of_a_flat_encode() -> None:
-    made = flat_then_linear()
-    assert time_of(made, "ldp", thin_ps=0) == reference.brute_force(made) == 56
-    assert time_of(made, "cupcake-repaired") == 57
-
-
-def test_mergecomp_stops_before_the_optimum() -> None:
-    made = not_unimodal()
-    assert time_of(made, "pg") == reference.brute_force(made) == 1287
-    assert time_of(made, "mergecomp", groups=5, alpha_permille=0) == 1419
 
 
 def cupcake_is_the_reference(count: int, largest: int) -> None:
@@ -384,26 +291,6 @@ def test_every_algorithm_plans_what_it_says(algorithm: str) -> None:
         check(made, sidcomp.planner.plan(made, algorithm))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_later_start_changes_nothing_else(algorithm: str) -> None:
-    rng = random.Random(7)
-    for _ in range(10):
-        made = mixed(rng, rng.randint(1, 9))
-        plan = sidcomp.planner.plan(made, algorithm)
-        later = sidcomp.planner.plan({**made, "forward_ps": made["forward_ps"] + 10**12}, algorithm)
-        assert later["time_ps"] == plan["time_ps"] + 10**12
-        assert (later["ends"], later["methods"]) == (plan["ends"], plan["methods"])
-
-
-def test_the_order_of_methods_changes_no_time() -> None:
-    rng = random.Random(8)
-    for _ in range(30):
-        made = general(rng, rng.randint(1, 8), 3)
-        turned = {**made, "methods": made["methods"][::-1]}
-        assert time_of(made, "ldp", thin_ps=0) == time_of(turned, "ldp", thin_ps=0)
-        assert time_of(made, "pg") == time_of(turned, "pg")
-
-
 def test_the_names_of_tensors_and_methods_change_nothing() -> None:
     made = general(random.Random(9), 8, 2)
     other = json.loads(json.dumps(made))
@@ -412,50 +299,16 @@ def test_the_names_of_tensors_and_methods_change_nothing() -> None:
     assert sidcomp.planner.plan(made, "ldp") == sidcomp.planner.plan(other, "ldp")
 
 
-def test_never_above_the_dense_optimum_or_the_plan_in_use() -> None:
+def test_the_plan_in_use_reaches_the_core() -> None:
+    """It never returns a slower one (tests/c/fusion.c)."""
     rng = random.Random(10)
-    for _ in range(40):
-        made = constrain(rng, mixed(rng, rng.randint(1, 10))) | {"slowdown_permille": 0}
-        ends, methods = some_plan(rng, made)
-        if not all(reference.allowed(made, a, b) for a, b in zip([0, *ends], ends, strict=False)):
-            continue
-        in_use = reference.evaluate(made, ends, methods)
-        options = {"thin_ps": rng.choice([0, 20, 10**6]), "work_limit": rng.choice([1, 10**6])}
-        plan = sidcomp.planner.plan(made, "ldp", in_use={"ends": ends, "methods": methods}, **options)
-        check(made, plan)
-        assert plan["time_ps"] <= in_use
-        assert plan["time_ps"] <= reference.brute_force(made, [DENSE])
-
-
-@pytest.mark.parametrize("algorithm", ["pg", "ldp"])
-def test_plans_for_wrong_costs_are_safe_and_repeatable(algorithm: str) -> None:
-    rng = random.Random(16)
-    differ = 0
-    for _ in range(30):
-        made = constrain(rng, mixed(rng, rng.randint(1, 9)))
-        if algorithm == "pg":  # it promises the dense optimum only without a slowdown
-            made["slowdown_permille"] = 0
-        options = {"scenarios": 8, "scenario_permille": 500, "seed": rng.randrange(1 << 40)}
-        sure = sidcomp.planner.plan(made, algorithm)
-        robust = sidcomp.planner.plan(made, algorithm, in_use=sure, **options)
-        check(made, robust)
-        assert robust == sidcomp.planner.plan(made, algorithm, in_use=sure, **options)
-        assert robust["time_ps"] == sure["time_ps"]  # never slower than the plan in use
-        free = sidcomp.planner.plan(made, algorithm, **options)
-        check(made, free)
-        assert free["time_ps"] <= reference.brute_force(made, [DENSE])
-        differ += free["ends"] != sure["ends"]
-    assert differ > 0
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_one_tensor(algorithm: str) -> None:
-    made = instance([5], [7], line(2, 1), line(3, 1), forward_ps=11)
-    made["methods"].insert(DENSE, {"name": "dense", "encode": None, "exchange": line(3, 9), "decode": None})
-    plan = sidcomp.planner.plan(made, algorithm)
-    check(made, plan)
-    assert plan["ends"] == [1]
-    assert plan["time_ps"] == 11 + 5 + (66 if plan["methods"] == [DENSE] else 9 + 10)
+    slower = 0
+    for _ in range(20):
+        made = mixed(rng, 8)
+        best = sidcomp.planner.plan(made, "ldp", thin_ps=0)
+        assert time_of(made, "pg", in_use=best) == best["time_ps"]
+        slower += time_of(made, "pg") > best["time_ps"]
+    assert slower
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -470,19 +323,6 @@ def test_five_thousand_tensors(algorithm: str) -> None:
 
 def options_of(algorithm: str) -> set[str]:
     return {o["name"] for a in _core.algorithms() if a["name"] == algorithm for o in a["options"]}
-
-
-def test_large_numbers_do_not_overflow() -> None:
-    rng = random.Random(12)
-    for _ in range(50):
-        n = rng.randint(1, 6)
-        slope = [[0, rng.randint(0, 2**50)], [rng.randint(2**56, 2**57), rng.randint(2**50, 2**56)]]
-        sizes = [rng.randint(0, 2**54) for _ in range(n)]
-        made = instance([rng.randint(0, 2**54) for _ in range(n)], sizes, slope, slope)
-        for ends in reference.partitions(n):
-            methods = [0] * len(ends)
-            done = evaluate(made, {"ends": ends, "methods": methods})
-            assert done["time_ps"] == reference.evaluate(made, ends, methods)
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------

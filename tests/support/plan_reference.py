@@ -4,7 +4,7 @@ Instances are the dictionaries of docs/planning.md, every field present. Slow on
 every plan, Algorithm 1 recurses as it is printed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -108,9 +108,9 @@ def allowed(instance: Instance, start: int, end: int) -> bool:
     )
 
 
-def brute_force(instance: Instance, methods: list[int] | None = None) -> int:
+def brute_force(instance: Instance) -> int:
     """The least time over all partitions and all methods."""
-    n, which = len(instance["tensors"]), methods or range(len(instance["methods"]))
+    n, which = len(instance["tensors"]), range(len(instance["methods"]))
     main = instance["decode"] == "main"
     slowdown = instance.get("slowdown_permille", 0)
     groups = [
@@ -201,9 +201,3 @@ def cupcake(instance: Instance, method: int, fixed: bool) -> list[int]:
         if fixed and k == n:
             record([n], f([n]))
     return list(best[0])
-
-
-def partitions(n: int) -> Iterator[list[int]]:
-    for k in range(n):
-        for cuts in combinations(range(1, n), k):
-            yield [*cuts, n]
