@@ -74,7 +74,8 @@ class Vector:
 
     @property
     def payload(self) -> bytes:
-        return bytes.fromhex(self.given["payload"])
+        written = bytes.fromhex(self.given["payload"])
+        return written + bytes(-len(written) % 64)  # a last line of zeros is left out
 
     @property
     def decoded(self) -> tuple[float, Array]:
@@ -188,7 +189,9 @@ def rewritten(match: re.Match[str]) -> str:
     group = v.group(v.encoded() if hasattr(v.group(b"").codec, "judge") else b"")
     payload = group.encode(v.input, v.at)
     decoded = ref.to_f32(v.group().decode([payload], scale), v.dtype)
-    lines = [payload[i : i + 16].hex(" ", 4) for i in range(0, len(payload), 16)]
+    lines = [payload[i : i + 32].hex(" ", 4) for i in range(0, len(payload), 32)]
+    if not any(payload[-32:]):
+        lines.pop()
     text = "\n".join(f"{key:<8} {v.given[key]}" for key in ("codec", "at", "input"))
     text += "\npayload  " + "\n         ".join(lines)
     return (

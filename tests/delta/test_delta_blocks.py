@@ -144,7 +144,7 @@ def given_by(fields: dict[str, str]) -> tuple[int, Array, Array]:
 
 def shown(body: bytes) -> str:
     words = [body[i : i + 4].hex() for i in range(0, len(body), 4)]
-    return "\n         ".join(" ".join(words[i : i + 4]) for i in range(0, len(words), 4))
+    return "\n         ".join(" ".join(words[i : i + 8]) for i in range(0, len(words), 8))
 
 
 def test_the_vectors_of_the_page() -> None:
