@@ -45,14 +45,12 @@ class Place(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """paper: what it reproduces; claim: what the paper says. says: what was found, from the rows."""
+    """paper: what it reproduces. Its claims, and what was found, are in claims.py."""
 
     paper: str
-    claim: str
     places: tuple[Place, ...]
     hooks: tuple[str, ...]
     rows: "Callable[[Cell], list[Row]]"
-    says: "Callable[[list[Row]], str]"
     turns: Turns = USUAL
 
 
@@ -132,82 +130,11 @@ def place_of(row: Row) -> Place:
     return Place(int(row["hosts"]), row["link"], row["task"])
 
 
-def gains(over: str, under: str, codecs: tuple[str, ...], rows: list[Row]) -> list[tuple[float, str]]:
-    """How many times as fast the column `over` is as the column `under`; the largest last."""
-    out = []
-    for row in rows:
-        if row["codec"] in codecs and row.get(under) and row.get(over):
-            out.append((float(row[over]) / float(row[under]), f"{row['codec']}, {place_of(row)}"))
-    return sorted(out)
-
-
-def spread(name: str, found: list[tuple[float, str]]) -> str:
-    if not found:
-        return f"{name}: not measured."
-    middle = found[len(found) // 2][0]
-    return f"{name}: {found[0][0]:.2f} to {found[-1][0]:.2f} times ({found[-1][1]}), median {middle:.2f}."
-
-
-def over_wire(over: str, codecs: tuple[str, ...], rows: list[Row]) -> list[tuple[float, str]]:
-    """gains(), over the wire that stands in rows of its own."""
-    wires = {place_of(row): row["in groups of 25 MB"] for row in rows if row["codec"] == "bf16-sum32"}
-    with_wire = [row | {"wire": wires.get(place_of(row), "")} for row in rows]
-    return gains(over, "wire", codecs, with_wire)
-
-
-def says_scaling(variant: str, codecs: tuple[str, ...], rows: list[Row]) -> str:
-    by_layer = [1 / gain for gain, _ in gains("layer", "plain DDP by layer", codecs, rows)]
-    behind = sum(x > 1 for x in by_layer)
-    return " ".join(
-        [
-            spread(f"{variant} over layer-wise compression", gains(variant, "layer", codecs, rows)),
-            spread(f"{variant} over plain DDP by layer", gains(variant, "plain DDP by layer", codecs, rows)),
-            spread(
-                f"{variant} over plain DDP in its buckets",
-                gains(variant, "plain DDP in buckets", codecs, rows),
-            ),
-            spread(f"{variant} over a bf16 wire with float32 sums", over_wire(variant, codecs, rows)),
-            f"Layer-wise compression is slower than plain DDP by layer in {behind} of {len(by_layer)} cases.",
-        ]
-    )
-
-
-def says_groups(rows: list[Row]) -> str:
-    out = []
-    for codec in ("fp16", "dgc", "efsignsgd"):
-        for y in (2, 3, 4):
-            found = gains(f"mergecomp[Y={y}]", "model", (codec,), rows)
-            out.append(spread(f"{codec}, Y = {y} over one group", found))
-        out.append(spread(f"{codec}, Y = 2 over two even groups",
-                          gains("mergecomp[Y=2]", "even:2", (codec,), rows)))  # fmt: skip
-    return " ".join(out)
-
-
-def says_cupcake(rows: list[Row]) -> str:
-    rest = [
-        spread(f"cupcake over {what}", gains("cupcake", under, FOUR, rows))
-        for what, under in (
-            ("compressing only tensors of 16 KB and more", SMALLER),
-            ("two even groups", "even:2"),
-            ("the planner pg", "pg"),
-        )
-    ]
-    return " ".join([says_scaling("cupcake", FOUR, rows), *rest])
-
-
 def of_places(rows: list[Row]) -> dict[Place, list[Row]]:
     out: dict[Place, list[Row]] = {}
     for row in rows:
         out.setdefault(place_of(row), []).append(row)
     return out
-
-
-def says_fastest(rows: list[Row]) -> str:
-    out = []
-    for place, some in of_places(rows).items():
-        best = max(some[1:], key=lambda row: float(row["speed / plain DDP"]))
-        out.append(f"{place}: fastest {best['hook']}, {best['speed / plain DDP']} times plain DDP.")
-    return " ".join(out)
 
 
 # ---- loss over time
@@ -262,22 +189,6 @@ def losses_over_time(cell: Cell) -> list[Row]:
     return out
 
 
-def says_losses(rows: list[Row]) -> str:
-    out = []
-    for place, some in of_places(rows).items():
-        rest = [row for row in some if row["hook"] != "dense"]
-        reached = {row["hook"]: float(row["times as soon"]) for row in rest if row["times as soon"]}
-        missed = [row["hook"] for row in rest if not row["times as soon"]]
-        best = max(reached, key=lambda n: reached[n], default=None)
-        text = (
-            f"{place}: {best} is there {reached[best]:.2f} times as soon"
-            if best
-            else f"{place}: no hook gets there"
-        )
-        out.append(text + (f"; {', '.join(missed)} not within these steps." if missed else "."))
-    return " ".join(out)
-
-
 def at(hosts: int, rate: str, *tasks: str) -> tuple[Place, ...]:
     return tuple(Place(hosts, rate, task) for task in tasks)
 
@@ -296,119 +207,87 @@ RGC = "redsync:layer[memory=dgc;density=0.001;momentum=0.9;exclude=<128KB]"
 FIGURES: dict[str, Figure] = {
     "mergecomp-scaling": Figure(
         "MergeComp, figures 2 and 4 to 6",
-        "Layer by layer most of nine compressors scale worse than no compression at all; merged in two "
-        "groups they scale up to 3.83 times as well as layer by layer, and up to 2.91 times as well as none.",
         (*at(2, "1gbit", "resnet50"), *at(4, "1gbit", "resnet50-paced"),
          *at(2, "1gbit", "resnet101", "transformer")),
         grid(NINE, "layer", "mergecomp"),
         partial(by_codec, ("layer", "mergecomp"), NINE),
-        partial(says_scaling, "mergecomp", NINE),
     ),
     "mergecomp-ranks": Figure(
         "MergeComp, figures 4 to 6, eight ranks and a faster link",
-        "Up to 8 GPUs, merged in two groups they scale up to 3.83 times as well as layer by layer.",
         (*at(2, "10gbit", "resnet50"), *at(8, "1gbit", "resnet50-paced")),
         grid(("dgc", "efsignsgd"), "layer", "mergecomp"),
         partial(by_codec, ("layer", "mergecomp"), ("dgc", "efsignsgd")),
-        partial(says_scaling, "mergecomp", ("dgc", "efsignsgd")),
     ),
     "mergecomp-sizes": Figure(
         "MergeComp, figures 4 to 6, and Cupcake, figures 6 and 7: the tensors of the models as published",
-        "Merged, compressors scale up to 3.83 times as well as layer by layer.",
         at(2, "10gbit", "resnet50-sizes", "resnet101-sizes", "bert-sizes"),
         grid(("topk",), "layer", "mergecomp", "cupcake"),
         partial(by_codec, ("layer", "cupcake", "mergecomp"), ("topk",)),
-        partial(says_scaling, "mergecomp", ("topk",)),
     ),
     "mergecomp-groups": Figure(
         "MergeComp, tables 2 and 3",
-        "Two groups are 1.04 to 1.23 times as fast as one, three and four no faster than two; the search is "
-        "1.9 to 5.5 % faster than two groups of as many tensors.",
         (*at(2, "1gbit", "resnet50", "resnet101"), *at(4, "1gbit", "resnet50-paced")),
         grid(("fp16", "dgc", "efsignsgd"), "model", "even:2", *(f"mergecomp[Y={y}]" for y in (2, 3, 4))),
         partial(by_codec, ("model", "even:2", *(f"mergecomp[Y={y}]" for y in (4, 3, 2))),
                 ("fp16", "dgc", "efsignsgd")),
-        says_groups,
     ),
     "mergecomp-loss": Figure(
         "MergeComp, figures 7 and 8",
-        "Merged, ResNet50 on CIFAR10 with DGC converges 2.27 times as soon as without compression and 3.28 "
-        "times as soon as layer by layer.",
         at(2, "1gbit", "resnet50"),
         ("dense", "dense@0", "bf16-sum32", f"sidco-e[{WARM}]", f"redsync[{DENSE_FIRST}]",
          *(f"{c}@0" for v in ("layer", "mergecomp") for c in (f"dgc:{v}[{WARM}]", f"efsignsgd:{v}"))),
         losses_over_time,
-        says_losses,
         LONG,
     ),
     "cupcake-scaling": Figure(
         "Cupcake, figures 2a, 6, 7 and 9",
-        "Cupcake is up to 1.72 times as fast as no compression, 2.3 times as fast as layer by layer and 1.64 "
-        "times as fast as compressing only large tensors; up to 1.12 times as fast as the best buckets and "
-        "1.18 times as fast as the best even groups.",
         (*at(2, "1gbit", "resnet50", "resnet101", "transformer"), *at(4, "1gbit", "resnet50-paced")),
         grid(FOUR, "layer", SMALLER, "even:2", "even:4", "25MB", "pg", "cupcake"),
         partial(by_codec, ("layer", SMALLER, "even:2", "even:4", "25MB", "pg", "cupcake"), FOUR),
-        says_cupcake,
     ),
     "cupcake-loss": Figure(
         "Cupcake, figure 8",
-        "With Cupcake a model converges 1.3 to 1.68 times as soon as without compression, and ends as good.",
         at(2, "1gbit", "transformer"),
         ("dense", "dense@0", "bf16-sum32", f"sidco-e[{WARM}]", f"redsync[{DENSE_FIRST}]",
          f"dgc:layer[exclude=<16KB;{WARM}]@0", f"dgc:cupcake[{WARM}]@0",
          *(f"efsignsgd:{v}@0" for v in (SMALLER, "cupcake"))),
         losses_over_time,
-        says_losses,
         SHORTER,
     ),
     "sidco-training": Figure(
         "SIDCo, figures 3a, 3b, 5, 6 and 18",
-        "Training an LSTM at 0.1 % is up to 41.7 times as fast with SIDCo as without compression, up to 7.5 "
-        "times as fast as with top-k and 1.9 times as fast as with DGC.",
         (*at(2, "100mbit", "lstm"), *at(2, "1gbit", "lstm"), *at(4, "1gbit", "lstm-paced")),
         ("dense", "fp16", "bf16-sum32", *DENSITIES),
         each_hook,
-        says_fastest,
     ),
     "sidco-loss": Figure(
         "SIDCo, figure 10",
-        "At equal time the loss with SIDCo is the lowest.",
         at(2, "1gbit", "lstm"),
         ("dense", "bf16-sum32", *(f"{c}[{WARM}]" for c in SEVEN)),
         losses_over_time,
-        says_losses,
         SHORTER,
     ),
     "redsync-scaling": Figure(
         "RedSync, figures 7 to 10",
-        "RGC trains an LSTM 4.28, 4.72 and 4.12 times as fast as the baseline on 2, 4 and 8 nodes; RGC and "
-        "its quantised form train VGG16 1.42 and 1.71 times as fast on 128. ResNet50 gains nothing.",
         (*at(2, "1gbit", "lstm", "cnn", "resnet50"),
          *(Place(hosts, "1gbit", task) for task in ("lstm-paced", "lstm-replay") for hosts in (2, 4, 8))),
         ("dense", "bf16-sum32", RGC, QUANTISED,
          *(f"{c}:25MB[density=0.001]" for c in ("redsync", "sidco-e", "topk"))),
         each_hook,
-        says_fastest,
     ),
     "marsit-time": Figure(
         "Marsit, figures 1a and 5",
-        "One bit on a ring takes the least time of a round: the other one-bit methods send more, because "
-        "their sums grow on the way.",
         (*at(4, "100mbit", "cnn"), *at(4, "1gbit", "cnn")),
         ("dense", "bf16-sum32", "signsgd", "efsignsgd", "onebit", "ssdm", "marsit+ring1", "marsit+torus1",
          "onebit+twoshot", "sidco-e", "redsync"),
         each_hook,
-        says_fastest,
     ),
     "marsit-loss": Figure(
         "Marsit, figure 4",
-        "ResNet-50 on ImageNet reaches its accuracy 1.5 times as soon as without compression.",
         at(4, "1gbit", "digits"),
         ("dense", "bf16-sum32", f"sidco-e[{WARM}]", f"redsync[{DENSE_FIRST}]", "signsgd", "efsignsgd",
          *(f"local/marsit+ring1[eta_s=0.002{k}]" for k in ("", ";full_every=100"))),
         losses_over_time,
-        says_losses,
         LONG,
     ),
 }  # fmt: skip
@@ -565,9 +444,9 @@ def show(key: str, figure: Figure, cells: list[Cell], turns: Turns, out: Path | 
         machines.setdefault(where, []).append(place)
     emulation = ", ".join(sorted({cell["emulation"] for cell in cells}))
     note = (
-        f"The paper: {figure.claim} Here: {figure.says(rows)} Medians of {turns.blocks * (turns.steps - 1)} "
-        f"steps in {turns.blocks} turns, all hooks of a place in the same processes, one thread a rank, two "
-        "cores: four ranks and more wait for a core. -replay, -sizes: recorded gradients, without the time "
+        f"Medians of {turns.blocks * (turns.steps - 1)} steps in {turns.blocks} turns, all hooks of a place "
+        "in the same processes, one thread a rank, two cores: four ranks and more wait for a core. "
+        "-replay, -sizes: recorded gradients, without the time "
         "of forward and backward; -paced: they wait as long as two ranks compute "
         "(benchmarks/netlab/replay.py). The scaling factor is the time of a step "
         "without communication over the time of the hook's step. @0: each tensor is one of DDP's buckets. "

@@ -165,13 +165,3 @@ def test_hooks_that_stand_in_every_table_have_rows_of_their_own() -> None:
     wire = rows[1]
     assert wire["in groups of 25 MB"] == "0.250" and wire["error of one mean"] == "5.0e-01"
     assert not wire["layer"] and not wire["mergecomp / layer"]
-    assert training.over_wire("mergecomp", ("topk",), rows) == [
-        (pytest.approx(0.125 / 0.25, abs=1e-3), "topk, mlp, 2 hosts, 1gbit")
-    ]
-
-
-def test_gains_compare_columns_that_were_measured() -> None:
-    rows = [row("2", "topk", "0.500") | {"merged": "1.000"}, row("4", "dgc", "0.250") | {"merged": ""}]
-    assert training.gains("merged", "layer", ("topk", "dgc"), rows) == [
-        (2.0, "topk, resnet50, 2 hosts, 1gbit")
-    ]
