@@ -291,6 +291,7 @@ FIGURES: dict[str, Figure] = {
         LONG,
     ),
 }  # fmt: skip
+PICTURED = ("mergecomp-scaling", "redsync-scaling")  # and the losses over time: those that a page shows
 
 
 def plot(key: str, figure: Figure, rows: list[Row], out: Path) -> None:
@@ -456,7 +457,7 @@ def show(key: str, figure: Figure, cells: list[Cell], turns: Turns, out: Path | 
     report(f"papers-{key}", f"{figure.paper}: {key}", rows, note, out, {"places": places})
     if out is not None and figure.turns is not USUAL:
         plot_losses(key, figure, cells, IMAGES)
-    elif out is not None:
+    elif out is not None and key in PICTURED:
         plot(key, figure, rows, IMAGES)
 
 
