@@ -28,9 +28,26 @@ import sidcomp
 from sidcomp import _core
 
 from benchmarks.common import report
-from benchmarks.papers.sidco_ratio import SYNTHETIC, Array, drawn
 
 HERE = Path(__file__).parent
+Array = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def signs(rng: np.random.Generator, x: Array) -> Array:
+    return x * rng.choice(np.array([-1, 1], np.float32), len(x))
+
+
+SYNTHETIC: dict[str, Callable[[np.random.Generator, int], Array]] = {
+    "Laplace": lambda rng, n: rng.laplace(size=n),
+    "gamma .4": lambda rng, n: signs(rng, rng.gamma(0.4, size=n)),
+    "Gauss": lambda rng, n: rng.normal(size=n),
+    "Student t3": lambda rng, n: rng.standard_t(3, size=n),
+}
+
+
+def drawn(kind: str, n: int) -> Array:
+    return (1e-3 * SYNTHETIC[kind](np.random.default_rng(1), n)).astype(np.float32)
+
 
 Theory = Callable[[Array, dict[str, Any], int], tuple[str, str, float]]  # relation, formula, value
 BLOCK = 256
@@ -149,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     unbiased = {c["name"] for c in _core.codecs() if "unbiased" in c["traits"]}
     rows = []
     for name in SYNTHETIC:
-        (x,) = drawn(name, args.n, 1)
+        x = drawn(name, args.n)
         for codec, settings, theory in CASES:
             lost, of_mean, count = measured(codec, settings, x, args.seeds)
             relation, formula, value = theory(x, settings, count)

@@ -28,7 +28,7 @@ GROUPED = f"convergence --task transformer --steps 60 --seeds 3 {' '.join(_FLAGS
 PARTS: dict[str, list[str]] = {
     "mergecomp": [GROUPED],
     "cupcake": ["cupcake --save"],
-    "sidco": ["sidco_speed --save", "sidco_ratio --save", "sidco_ratio --under --save"],
+    "sidco": ["sidco_speed --save", "sidco_ratio --save"],
     "redsync": ["redsync_selection --save", "redsync_phases --save", "redsync_accuracy --save"],
     "marsit": [
         "marsit --what bytes --save",

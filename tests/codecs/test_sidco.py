@@ -403,18 +403,3 @@ def test_large_groups_of_gaussiank(density: float) -> None:
         rank.encode(Vector(x), Step(step=step))
         passes.append(rank.stats.passes)
     assert sum(passes[6:]) <= 8, passes
-
-
-def test_the_table_of_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
-    """benchmarks/papers: every sparse codec with a density has its column, and top-k is the target."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    pytest.importorskip("torch")
-    sidco_ratio = pytest.importorskip("benchmarks.papers.sidco_ratio")
-    rows = sidco_ratio.run({"Gauss": lambda: sidco_ratio.drawn("Gauss", 3000, 4)})
-    sparse = {
-        c["name"]
-        for c in _core.codecs()
-        if "sparse" in c["traits"] and any(p["name"] == "density" for p in c["parameters"])
-    }
-    assert "topk" in sparse and len(rows) == 6 and all(sparse <= set(row) for row in rows)
-    assert all(row["topk"] == "1.00 [1.00, 1.00]" for row in rows)

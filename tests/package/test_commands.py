@@ -218,7 +218,7 @@ papers.convergence --task digits --steps 2 --seeds 1 --only "topk,preset redsync
 papers.cupcake --limit 1000 --instances "ResNet50, V100 PCIe, DGC"
 papers.marsit --what bytes --world 3
 papers.redsync_selection --kb 32 --repeats 2
-papers.sidco_ratio --n 4096 --steps 2 --tasks digits
+papers.sidco_ratio --steps 22 --tasks digits
 papers.training --list
 """
 RUN = """
