@@ -216,7 +216,7 @@ bench: env all ## the benchmarks, each with its limit and its baseline
 	$(PYTHON) -m benchmarks $(ARGS)
 papers: env all ## the five papers' results again, in small: two hours; goes on where it stopped (ARGS="--only cupcake")
 	$(PYTHON) -m benchmarks.papers $(ARGS)
-bench-planner: env all ## how long each algorithm plans six models, and what its plan costs (ARGS="--only speed")
+bench-planner: env all ## what the plan of each algorithm costs, on six models (ARGS="--only error")
 	$(PYTHON) -m benchmarks.bench_planner $(ARGS)
 bench-plan-real: env all ## every plan over real links: hours; goes on where it stopped (ARGS="--rates 1gbit --minutes 20")
 	$(PYTHON) -m benchmarks.bench_plan_real $(ARGS)

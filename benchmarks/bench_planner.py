@@ -1,6 +1,6 @@
-"""The planner on 48 instances of six models: how long each algorithm plans, and what its plan costs.
+"""The planner on 48 instances of six models: what the plan of each algorithm costs.
 
-Times of planning are measured; times of iterations are those of the model, on assumed constants (models.py).
+Times of iterations are those of the model, on assumed constants (models.py).
 """
 
 import argparse
@@ -19,21 +19,6 @@ from benchmarks.common import RESULTS, report
 MB = 10**6
 DENSE, CODEC = 0, 1  # the methods of an instance
 CUPCAKE_WORK = 30_000_000  # partitions that Algorithm 1 may look at; seconds
-
-
-def microseconds(call: Callable[[], object], repeats: int) -> list[float]:
-    """Times of one call, each from a loop of at least a millisecond."""
-    start, loops = time.perf_counter(), 0
-    while time.perf_counter() - start < 1e-3:
-        call()
-        loops += 1
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(loops):
-            call()
-        samples.append((time.perf_counter() - start) / loops * 1e6)
-    return samples
 
 
 def spread(samples: Iterable[float], digits: int = 1) -> str:
@@ -102,108 +87,6 @@ def regret_table(instances: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows + summary
 
 
-# ---- time of planning --------------------------------------------------------------------------------------
-
-
-def synthetic(n: int) -> dict[str, Any]:
-    """ResNet50's costs and size on n tensors of very different sizes."""
-    rng = random.Random(n)
-    parts = [rng.expovariate(1) ** 3 for _ in range(n)]
-    network, total = models.NETWORKS[0], 100 * MB
-    return {
-        "forward_ps": 16 * models.MS,
-        "tensors": [
-            {
-                "name": f"t{i}",
-                "backward_ps": rng.randrange(2 * 32 * models.MS // n),
-                "bytes": round(total * p / sum(parts)),
-            }
-            for i, p in enumerate(parts)
-        ],
-        "methods": models.methods(network, "DGC"),
-    }
-
-
-def speed_table(instances: dict[str, dict[str, Any]], repeats: int) -> list[dict[str, Any]]:
-    """Microseconds of one call: over the instances of each model, and on 1000 and 10,000 tensors."""
-    sets = {
-        m.name: [i for name, i in instances.items() if name.startswith(m.name + ",")] for m in models.MODELS
-    }
-    sets |= {f"{n} tensors": [synthetic(n)] for n in (1000, 10_000)}
-    rows = []
-    for name, group in sets.items():
-        codec, mixed = [Problem(i, (CODEC,)) for i in group], [Problem(i) for i in group]
-        calls: dict[str, tuple[list[Problem], str, dict[str, int]]] = {
-            "pg us": (codec, "pg", {}),
-            "pg with dense us": (mixed, "pg", {}),
-            "bucket us": (codec, "bucket", {}),
-            "mergecomp 2 us": (codec, "mergecomp", {"groups": 2}),
-            "mergecomp 3 us": (codec, "mergecomp", {"groups": 3, "alpha_permille": 0}),
-        }
-        row: dict[str, Any] = {"model": name, "tensors": len(group[0]["tensors"])}
-        for label, (problems, algorithm, options) in calls.items():
-            medians = []
-            for p in problems:
-                samples = microseconds(lambda p=p, a=algorithm, o=options: p.plan(a, **o), repeats)  # type: ignore[misc]
-                medians.append(statistics.median(samples))
-            row[label] = spread(medians)
-        cut, seconds = 0, []
-        for p in codec:
-            plan, took = p.timed("cupcake-repaired", work_limit=CUPCAKE_WORK)
-            cut += plan["work"] >= CUPCAKE_WORK
-            seconds.append(took)
-        rows.append(row | {"cupcake-repaired s": spread(seconds, 4), "cut": f"{cut} of {len(codec)}"})
-    return rows
-
-
-# ---- tables, methods, decode and overlap: ldp --------------------------------------------------------------
-
-MODES: dict[str, dict[str, Any]] = {
-    "codec alone, measured encode": {"decode": False, "methods": (CODEC,)},
-    "+ dense or codec": {"decode": False},
-    "+ decode on a side stream": {},
-    "+ all at 60 % beside an exchange": {"slowdown_permille": 400},
-}
-
-
-def in_mode(
-    instance: dict[str, Any], decode: bool = True, methods: tuple[int, ...] = (DENSE, CODEC), **more: Any
-) -> Problem:
-    made = deepcopy(instance) | more
-    if not decode:
-        for method in made["methods"]:
-            method["decode"] = None
-    return Problem(made, methods)
-
-
-def ldp_table(thin_permille: tuple[int, int], work_limit: int) -> list[dict[str, Any]]:
-    """ldp, thinned coarsely and (for what is best known) finely, over the 48 instances in each mode."""
-    coarse, fine = thin_permille
-    rows = []
-    for mode, change in MODES.items():
-        times, losses, gaps, gains, cut = [], [], [], [], 0
-        for _, instance in models.instances(measured=True):
-            problem = in_mode(instance, **change)
-            simple = problem.time("pg")
-            plan, took = problem.timed("ldp", thin_ps=simple * coarse // 1000, work_limit=work_limit)
-            finer = problem.time("ldp", thin_ps=simple * fine // 1000, work_limit=work_limit)
-            known = min(finer, plan["time_ps"])
-            times.append(took * 1e3)
-            losses.append(100 * (plan["time_ps"] / known - 1))
-            gaps.append(100 * (plan["time_ps"] / plan["lower_bound_ps"] - 1))
-            gains.append(100 * (simple / known - 1))
-            cut += plan["work"] >= work_limit
-        row: dict[str, Any] = {"mode": mode, "ldp ms": spread(times), "cut": f"{cut} of {len(times)}"}
-        for label, values in (
-            ("above best known %", losses),
-            ("above proven bound %", gaps),
-            ("gain on pg %", gains),
-        ):
-            row[label] = f"{statistics.mean(values):.2f}, {max(values):.2f}"
-        rows.append(row)
-    return rows
-
-
 # ---- what an error of the costs costs ----------------------------------------------------------------------
 
 
@@ -261,34 +144,20 @@ def error_table(draws: int) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_planner", description=__doc__)
-    parser.add_argument("--only", choices=("speed", "regret", "ldp", "error"), help="one table of the four")
-    parser.add_argument("--repeats", type=int, default=9, help="timed loops of each call (default 9)")
+    parser.add_argument("--only", choices=("regret", "error"), help="one table of the two")
     parser.add_argument("--draws", type=int, default=5, help="wrong profiles of each instance (default 5)")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/planner-*.json")
     args = parser.parse_args(argv)
     out = RESULTS if args.save else None
-    instances = dict(models.instances())
-    wanted = [args.only] if args.only else ["speed", "regret", "ldp", "error"]
-    cut = f"cupcake is cut after {CUPCAKE_WORK:,} steps"
-    if "speed" in wanted:
-        note = (
-            "Wall time of a call and its binding, one thread; median [least, greatest] over a model's 8 "
-            f"instances, each the median of {args.repeats} loops; cupcake-repaired once; {cut}."
-        )
-        report("planner-speed", "Time of planning", speed_table(instances, args.repeats), note, out)
+    wanted = [args.only] if args.only else ["regret", "error"]
     if "regret" in wanted:
         note = (
             "Iteration time over the codec's optimum under the affine model without decode. even, bucket, "
             "threshold (1 KB to 128 MB): the best setting; mergecomp 4: alpha 0; dense: nothing is "
-            f"compressed; cupcake even start: cupcake-repaired from two even groups; {cut}."
+            "compressed; cupcake even start: cupcake-repaired from two even groups; cupcake is cut after "
+            f"{CUPCAKE_WORK:,} steps."
         )
-        report("planner-regret", "Regret", regret_table(instances), note, out)
-    if "ldp" in wanted:
-        note = (
-            "48 instances whose encode is flat up to 4 MB. Labels thinned at 1 % of the iteration; best "
-            "known: at 0.1 %. ms: median [least, greatest]; others: mean, greatest. Gain: on pg's best."
-        )
-        report("planner-ldp", "Tables and methods", ldp_table((10, 1), 10**9), note, out)
+        report("planner-regret", "Regret", regret_table(dict(models.instances())), note, out)
     if "error" in wanted:
         note = f"{48 * args.draws} plans a row: factors of backward, latencies and slopes are drawn evenly."
         report("planner-error", "Wrong costs", error_table(args.draws), note, out)

@@ -152,9 +152,7 @@ NETWORKS = [
     Network("H200 25 Gb", 8, 2.8, 80, True, H200),
 ]
 PAYLOAD = {"DGC": 0.02, "1-bit": 1 / 32}  # of the gradient's bytes: 1 % of values with their indices; one bit
-DECODE = {"DGC": 60, "1-bit": 300}  # GB/s of gradient, for the payloads of all ranks
 ENCODE_LATENCY_US = 250
-FLAT_BYTES = 4 << 20  # encode takes as long for less than this (Cupcake, Figure 2)
 LONG = 1 << 40  # a knot beyond every group: it gives the last slope
 
 
@@ -164,14 +162,10 @@ def line(latency_us: float, bytes_per_second: float) -> list[list[int]]:
     return [[0, latency], [LONG, latency + round(LONG / bytes_per_second * 1e12)]]
 
 
-def methods(network: Network, codec: str, measured: bool = False) -> list[dict[str, Any]]:
-    """Dense (ring all-reduce) and `codec` (all-gather). Without `measured` the papers' affine model, which
-    leaves decode out; with it an encode that is flat at first, and a decode."""
+def methods(network: Network, codec: str) -> list[dict[str, Any]]:
+    """Dense (ring all-reduce) and `codec` (all-gather), in the papers' affine model, which leaves decode
+    out."""
     rate, others = network.gigabytes * 1e9, network.ranks - 1
-    encode = line(ENCODE_LATENCY_US, network.encode[codec] * 1e9)
-    if measured:
-        floor = round((ENCODE_LATENCY_US * 1e-6 + FLAT_BYTES / (network.encode[codec] * 1e9)) * 1e12)
-        encode = [[0, floor], [FLAT_BYTES, floor], encode[1]]
     return [
         {
             "name": "dense",
@@ -181,14 +175,14 @@ def methods(network: Network, codec: str, measured: bool = False) -> list[dict[s
         },
         {
             "name": codec,
-            "encode": encode,
+            "encode": line(ENCODE_LATENCY_US, network.encode[codec] * 1e9),
             "exchange": line(network.latency_us, rate / (others * PAYLOAD[codec])),
-            "decode": line(0, DECODE[codec] * 1e9) if measured else None,
+            "decode": None,
         },
     ]
 
 
-def instance(model: Model, network: Network, codec: str, measured: bool = False) -> dict[str, Any]:
+def instance(model: Model, network: Network, codec: str) -> dict[str, Any]:
     """One instance as sidcomp.planner.plan() takes it; forward takes half as long as backward."""
     backward = (model.h200_ms if network.h200 else model.v100_ms) * MS
     total = sum(t.work for t in model.tensors)
@@ -201,14 +195,14 @@ def instance(model: Model, network: Network, codec: str, measured: bool = False)
     return {
         "forward_ps": backward // 2,
         "tensors": tensors,
-        "methods": methods(network, codec, measured),
+        "methods": methods(network, codec),
     }
 
 
-def instances(measured: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def instances() -> Iterator[tuple[str, dict[str, Any]]]:
     """The 48: each model, network and codec."""
     for network in NETWORKS:
         for codec in PAYLOAD:
             for model in MODELS:
                 name = f"{model.name}, {network.name}, {codec}"
-                yield name, instance(model, network, codec, measured)
+                yield name, instance(model, network, codec)

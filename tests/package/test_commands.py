@@ -212,7 +212,7 @@ def test_a_command_takes_what_is_printed(command: str, folder: Path, monkeypatch
 SMALL = """
 bench_codec --n 4096 --repeats 2 --only topk
 bench_hook --width 8 --depth 1 --batch 2 --steps 1 --repeats 2
-bench_planner --only speed --repeats 1
+bench_planner --only error --draws 1
 papers --list
 papers.convergence --task digits --steps 2 --seeds 1 --only "topk,preset redsync"
 papers.cupcake --limit 1000 --instances "ResNet50, V100 PCIe, DGC"
