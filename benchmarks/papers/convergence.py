@@ -187,7 +187,7 @@ def settings_of(args: Namespace, seed: int) -> Settings:
     )  # fmt: skip
 
 
-def train(args: Namespace, world: int, seed: int, autocast: bool = False, adam: bool = False) -> Result:
+def train(args: Namespace, world: int, seed: int, autocast: bool = False) -> Result:
     """args: of `flags.parse`."""
     kind = TASKS[args.task]
     tasks = [kind(rank, world, args.batch, torch.device("cpu")) for rank in range(world)]
@@ -203,9 +203,7 @@ def train(args: Namespace, world: int, seed: int, autocast: bool = False, adam: 
     ]
     groups = groups_of(model, settings, gradients)
     momentum = 0.0 if settings.momentum else args.momentum
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=args.lr, momentum=momentum)
-    if adam:
-        optimizer = torch.optim.Adam(parameters, lr=args.lr)
+    optimizer = torch.optim.SGD(parameters, lr=args.lr, momentum=momentum)
     hidden: list[Any] = [None] * world
     sent, losses, last = 0, [], 0.0
     for step in range(args.steps):
@@ -254,34 +252,10 @@ SUITED = {
     },
 }
 
-# What could keep more accuracy at a fortieth of the bytes.
-FORTIETH = "--codec topk --density 0.0248 --param values=f16"
-LOG4 = "--codec topk --param values=log4 --param indices=packed"
-VARIANTS = {
-    "topk f16": FORTIETH,
-    "topk f16 one group": f"{FORTIETH} --groups model",
-    "topk f16 layerwise": f"{FORTIETH} --groups layer",
-    "topk f16 1-D dense": "--codec topk --density 0.023 --param values=f16 --exclude 1-D",
-    "topk f16 beta .9": f"{FORTIETH} --param beta=0.9",
-    "topk f16 dgc memory": f"{FORTIETH} --memory dgc HOLDS",
-    "topk f16 dgc memory no masking": f"{FORTIETH} --memory dgc --param masking=off HOLDS",
-    "topk f16 warm-up": "--codec topk --param values=f16 --param density=0.1@0,0.0165@RAMP",
-    "topk log4": f"{LOG4} --density .084",
-    "topk log4, rate not followed": f"{LOG4} --density .084 --no-follow",
-    "topk, rate not followed": "--codec topk --no-follow",
-    "topk f16, rate not followed": f"{FORTIETH} --no-follow",
-    "topk log4 one group": f"{LOG4} --density .084 --groups model",
-    "topk log4 layerwise": f"{LOG4} --density .084 --groups layer",
-    "topk log4 beta .95": f"{LOG4} --density .084 --param beta=.95",
-    "topk log4, bfloat16 memory": f"{LOG4} --density .084 --param memory_dtype=bfloat16",
-    "topk log2": "--codec topk --param values=log2 --param indices=packed --density .112",
-    "topk log4 warm-up": f"{LOG4} --param density=0.25@0,0.069@EARLY",
-    "topk log8": "--codec topk --param values=log8 --param indices=packed --density .0565",
-    "topk 30 %": "--codec topk --density .3",
-}
+LOG4 = "--codec topk --param values=log4 --param indices=packed --density .084"  # a fortieth of the bytes
 
 
-def rows_of(task: str, steps: int, only: Sequence[str]) -> dict[str, str]:
+def rows_of(task: str, only: Sequence[str]) -> dict[str, str]:
     """Labels, and train.py's flags."""
     m = TASKS[task].momentum
     holds = f"--param momentum={m}"  # a memory that holds the momentum has the task's
@@ -291,10 +265,7 @@ def rows_of(task: str, steps: int, only: Sequence[str]) -> dict[str, str]:
         of_updates = presets.load(preset).program.get("updates")  # which are not simulated here
         if preset not in ("fp16", "topk-1pct", "topk-fortieth") and not of_updates:  # other rows have them
             rows[f"preset {preset}"] = f"--config {preset}"
-    for label, text in VARIANTS.items():
-        rows[label] = (
-            text.replace("HOLDS", holds).replace("RAMP", str(steps // 10)).replace("EARLY", str(steps // 11))
-        )
+    rows["topk log4"] = LOG4
     return {name: text.strip() for name, text in rows.items() if not only or name in only}
 
 
@@ -315,7 +286,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--bf16", action="store_true", help="forward and backward in bfloat16 (torch.autocast), dense too"
     )
-    parser.add_argument("--adam", type=float, metavar="RATE", help="Adam with this rate, not the task's SGD")
     parser.add_argument(
         "--save",
         action="store_true",
@@ -325,9 +295,9 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     kind = TASKS[args.task]
     steps = args.steps or kind.steps
-    shown = f"{steps}{' bf16' if args.bf16 else ''}{' Adam' if args.adam else ''}"
+    shown = f"{steps}{' bf16' if args.bf16 else ''}"
     only = [name for name in args.only.split(",") if name]
-    runs = {text: text for text in args.flags} or rows_of(args.task, steps, only)
+    runs = {text: text for text in args.flags} or rows_of(args.task, only)
     name = f"papers-convergence-{args.task}"
     file = RESULTS / f"{name}.json"
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -337,10 +307,9 @@ def main(argv: list[str] | None = None) -> None:
 
     def measure(label: str, text: str, world: int) -> dict[str, Any]:
         begun, found = time.monotonic(), []
-        rate = ["--lr", str(args.adam)] if args.adam else []
-        parsed = flags.parse("", [*shlex.split(text), "--task", args.task, "--steps", str(steps), *rate])
+        parsed = flags.parse("", [*shlex.split(text), "--task", args.task, "--steps", str(steps)])
         for seed in range(args.seeds):
-            found.append(train(parsed, world, seed, args.bf16, bool(args.adam)))
+            found.append(train(parsed, world, seed, args.bf16))
             print(f"{label}, seed {seed}: {found[-1].metric:.4f}", flush=True)
         values = [result.metric for result in found]
         row = {
