@@ -1,17 +1,17 @@
-"""Cupcake's table 1, the ablation of its prunings, and figure 9, on the planner alone.
+"""Cupcake's table 1, the ablation of its prunings, on the planner alone.
 
 For each of the paper's three models, with tensors as published, and links and backward passes assumed
 (benchmarks/models.py): how long Algorithm 1 searches, how many partitions it looks at, and how far its plan
 is from the optimum, with both prunings, with either, and with none. A search is cut at --limit steps, after
-more seconds than the paper's own took, and then returns the best plan so far. Beside it the best of even
-splits into 2 to 32 groups and the best bucket of 2 to 64 MB, as in figure 9, and pg, which is exact here.
+more seconds than the paper's own took, and then returns the best plan so far. The optimum is pg's, which is
+exact here.
 """
 
 import argparse
 from typing import Any
 
 from benchmarks import models
-from benchmarks.bench_planner import CODEC, MB, Problem
+from benchmarks.bench_planner import CODEC, Problem
 from benchmarks.common import RESULTS, report
 
 PAPER = {  # table 1: seconds of Algorithm 1, only pruning 1, only pruning 2, none
@@ -60,48 +60,21 @@ def searches(instances: dict[str, dict[str, Any]], limit: int) -> list[dict[str,
     return rows
 
 
-def baselines(instances: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Figure 9: scaling factors, the iteration without communication over the iteration, and over pg's."""
-    rows = []
-    for name, instance in instances.items():
-        problem = Problem(instance, (CODEC,))
-        alone = instance["forward_ps"] + sum(t["backward_ps"] for t in instance["tensors"])
-        times = {
-            "layer-wise": problem.time("layerwise"),
-            "even, best of 2 to 32": min(problem.time("even", groups=y) for y in range(2, 33)),
-            "bucket, best of 2 to 64 MB": min(problem.time("bucket", bytes=b * MB) for b in range(2, 65)),
-            "cupcake-repaired": problem.time("cupcake-repaired", groups=2, work_limit=400_000_000),
-            "pg": problem.time("pg"),
-        }
-        row: dict[str, Any] = {"instance": name}
-        rows.append(row | {k: f"{alone / t:.3f} ({t / times['pg']:.3f})" for k, t in times.items()})
-    return rows
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers.cupcake", description=__doc__)
     parser.add_argument("--limit", type=int, default=1_000_000_000, help="steps after which a search is cut")
     parser.add_argument(
         "--instances", nargs="*", help="names in benchmarks/models.py; default: one per model"
     )
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/papers-cupcake*.*")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/papers-cupcake.json")
     args = parser.parse_args(argv)
-    out = RESULTS if args.save else None
-    instances = chosen(args.instances)
     report(
         "papers-cupcake",
         "Cupcake's search",
-        searches(instances, args.limit),
+        searches(chosen(args.instances), args.limit),
         f"One thread, one run. A search is cut at {args.limit:,} steps. Over optimum: the iteration of its "
         "plan over that of pg's.",
-        out,
-    )
-    report(
-        "papers-cupcake-groups",
-        "Groups compared, as in Cupcake's figure 9",
-        baselines(instances),
-        "Scaling factor: forward and backward pass over the iteration; in brackets the iteration over pg's.",
-        out,
+        RESULTS if args.save else None,
     )
 
 
