@@ -273,30 +273,6 @@ def save(
     if runs > 1:
         note += f" Each row from the one of {runs} runs of the table in which its encode took least."
     report(name, "Encode and decode", rows, note, out)
-    if out and name == "codec":
-        chart(rows, max(r["n"] for r in rows), out / "codec.png")
-
-
-def chart(rows: list[dict[str, Any]], n: int, path: Path) -> None:
-    """Encode and decode over the limit, for groups of n elements."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [r for r in rows if r["n"] == n and r["decode / limit"] != ""]
-    names = [r["codec"] + (f" {r['density %']:g} %" if r["density %"] < 100 else "") for r in rows]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 0.22 * len(rows) + 1.2), sharey=True)
-    for axis, what in zip(axes, ("encode", "decode"), strict=True):
-        axis.barh(names, [r[f"{what} / limit"] for r in rows], color="#3b6ea5")
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.set_xlabel(f"{what}: times the memory's limit")
-        axis.margins(y=0.01)
-    axes[0].invert_yaxis()
-    figure.suptitle(f"{n:,} elements, one thread")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -321,7 +297,7 @@ def main(argv: list[str] | None = None) -> None:
         default=1,
         help="of the whole table: row by row the quieter one counts (default 1)",
     )
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.json, a picture")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.json")
     parser.add_argument("--name", help="(default codec, of other gradients codec-lm)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
