@@ -257,6 +257,9 @@ void test_exchange_configs_refused(void) {
     CHECK(sid_exchange_residual_out(x, NULL, NULL) == SID_E_ARG, "out");
     CHECK(sid_exchange_rescale(x, st, 0) == SID_E_ARG, "factor");
     close_party(&p);
+    c = (sid_config){.codec = "int8", .memory = "residual", .n = 1000, .dtype = SID_F32};
+    CHECK(open_party(&p, "twoshot", &c, 2) && !sid_exchange_has_meanwhile(of(&p, 0)), "twoshot has none");
+    close_party(&p);
 }
 
 /* ---- gradients that are not finite ----------------------------------------------------------------------------- */

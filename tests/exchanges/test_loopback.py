@@ -13,8 +13,6 @@ import pytest
 import reference as ref
 import sidcomp
 from buffers import Block, Vector
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from reference import Array
 from reference.formats import MAGIC
 from sidcomp import _core
@@ -502,15 +500,6 @@ def test_a_ring_tells_all_ranks_of_nan_in_any_slice(
                 np.testing.assert_allclose(x.residual(i), kept[i], atol=1e-5)
 
 
-def test_meanwhile_refuses_what_advance_does() -> None:
-    x = Loopback(2, "ring1", "marsit", 1000)
-    v = Vector(np.ones(999, F32))
-    for round, segments in ((0, v.segments), (x.ranks[0].rounds, Vector(np.ones(1000, F32)).segments)):
-        with pytest.raises(sidcomp.ArgumentError):
-            x.ranks[0].meanwhile(round, buffers_of(x, 0, segments), step=0, seed=0, group=0)
-    assert not Loopback(2, "twoshot", "int8", 1000).ranks[0].has_meanwhile
-
-
 @pytest.mark.parametrize("exchange, settings", [
     ("ring1", {"codec": "marsit"}),
     ("ring1", {"codec": "marsit", "memory": "residual"}),
@@ -657,22 +646,14 @@ def test_expand_with_momentum_equals_all_gather() -> None:
 # ---- all of them ---------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=80)
-@given(
-    st.sampled_from(PAIRS),
-    st.integers(1, 9),
-    st.integers(0, 3000),
-    st.sampled_from(("float32", "float16", "bfloat16")),
-    st.integers(0, 2**31),
-)
-def test_any_world_size_and_dtype(pair: tuple[str, str], world: int, n: int, dtype: str, seed: int) -> None:
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+@pytest.mark.parametrize("n", (0, 1000))
+def test_tensors_give_a_tensor(n: int, dtype: str) -> None:
+    """Other worlds, sizes, exchanges and codecs: tests/c/exchange.c."""
     torch = pytest.importorskip("torch")
-    x = Loopback(world, *pair, n, dtype=dtype, seed=seed)
-    g = [torch.tensor(v).to(getattr(torch, dtype)) for v in gradients(world, n, seed)]
-    for _ in range(2):
-        result = x.step(g)  # raises where replicas differ
+    g = [torch.tensor(v).to(getattr(torch, dtype)) for v in gradients(3, n)]
+    result = Loopback(3, "twoshot", "topk", n, dtype=dtype).step(g)
     assert result.dtype == g[0].dtype and result.shape == (n,)
-    assert max(x.bytes) == x.stated_bytes
 
 
 @pytest.mark.parametrize("exchange, codec", PAIRS)
