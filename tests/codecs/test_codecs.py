@@ -18,7 +18,7 @@ import forged
 import numpy as np
 import pytest
 import reference as ref
-from buffers import Block, Rank, Vector, memory_parameters, parameters, reference_group
+from buffers import Block, Rank, Vector, fits, memory_parameters, parameters, reference_group
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Array, Step
@@ -38,12 +38,6 @@ LINEAR = [c["name"] for c in _core.codecs() if "linear" in c["traits"] and c["na
 INDEXED = [c for c in SPARSE if isinstance(ref.CODECS[c], type) and issubclass(ref.CODECS[c], ref.Sparse)]
 DENSE = [c for c in LINEAR if _core.Plan(c, "none", 1000, "float32").body_count == 1000]
 INFO = {c["name"]: c for c in _core.codecs()}
-KEEPS = {m["name"] for m in _core.memories() if "feedback" in m["traits"]}
-
-
-def fits(codec: str, memory: str) -> bool:
-    """Some codecs need a memory that keeps what was not sent."""
-    return "feedback" not in INFO[codec]["traits"] or memory in KEEPS
 
 
 def home(codec: str) -> str:

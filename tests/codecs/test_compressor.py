@@ -16,20 +16,13 @@ import numpy.typing as npt
 import pytest
 import reference
 import sidcomp
+from buffers import fits
 from sidcomp.standalone import compressor
 
 Array = npt.NDArray[Any]
 
 CODECS = {codec.name: codec for codec in sidcomp.codecs()}
 MEMORIES = [memory.name for memory in sidcomp.memories()]
-KEEPS = {memory.name for memory in sidcomp.memories() if "feedback" in memory.traits}
-
-
-def fits(codec: str, memory: str) -> bool:
-    """Some codecs need a memory that keeps what was not sent."""
-    return "feedback" not in CODECS[codec].traits or memory in KEEPS
-
-
 SIZES = [1, 2, 63, 1000, 4097, 70001]
 
 

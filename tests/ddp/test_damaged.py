@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from common import CODECS, fits, with_density
+from buffers import fits
+from common import CODECS, with_density
 from damaged import EXACT, GONE, REFUSED, ROUNDED, VALUES, Path, changed, paths
 from harness import on_ranks, run
 from hypothesis import HealthCheck, given, settings

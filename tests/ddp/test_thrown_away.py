@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
+from buffers import fits
 from cases import CASES, Case, Trainer, assert_same, square
-from common import CODECS, MEMORIES, fits, groups_of, make_state, residuals_of, with_density
+from common import CODECS, MEMORIES, groups_of, make_state, residuals_of, with_density
 from harness import on_ranks, run
 from sidcomp import _core
 from sidcomp.doors.ddp import register

@@ -149,6 +149,11 @@ CODECS = {c["name"]: c for c in _core.codecs()}
 MEMORIES = {m["name"]: m for m in _core.memories()}
 
 
+def fits(codec: str, memory: str) -> bool:
+    """Some codecs need a memory that keeps what was not sent."""
+    return "feedback" not in CODECS[codec]["traits"] or "feedback" in MEMORIES[memory]["traits"]
+
+
 def parameters(codec: str) -> list[_core.ParameterInfo]:
     return CODECS[codec]["parameters"]
 

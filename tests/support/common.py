@@ -11,6 +11,7 @@ import reference
 import sidcomp
 import torch
 import torch.distributed as dist
+from buffers import fits
 from cases import explicit_groups
 from sidcomp.config import schedule
 from torch import Tensor, nn
@@ -34,11 +35,6 @@ def with_density(codecs: Iterable[str], density: float) -> dict[str, dict[str, A
     """Settings of those codecs that have a density."""
     has = [c for c in codecs if any(p.name == "density" for p in CODECS[c].parameters)]
     return {c: {"density": density} for c in has}
-
-
-def fits(codec: str, memory: str) -> bool:
-    """Some codecs need a memory that keeps what was not sent."""
-    return "feedback" not in CODECS[codec].traits or "feedback" in MEMORIES[memory].traits
 
 
 def _kinds() -> list[str]:
