@@ -4,8 +4,8 @@
     python -m benchmarks.bench_outer --every 30 --seeds 3 --only averaging --save
     python -m benchmarks.bench_outer --lab --rate 10mbit --latency 50 --save   # times over a slow network
     python -m benchmarks.bench_outer --lab --rate 10mbit --lose                # and with a rank that ends
-    python -m benchmarks.bench_outer --equal-time 90 --times outer-lab-100mbit --save
-    python -m benchmarks.bench_outer --equal-time 60 --times outer-lab-100mbit --lab --ways Outer --every 30
+    python -m benchmarks.bench_outer --task gpt --equal-time 120 --times outer-lab-gpt-100mbit --save
+    python -m benchmarks.bench_outer --task gpt --lab --equal-time 60 --times outer-lab-gpt-100mbit
 
 Every row takes the same steps on the same batches (equal tokens), or, with --equal-time, as many steps as it
 makes in so many seconds by the times that --lab has saved, so that the losses do not depend on how fast this
