@@ -77,6 +77,7 @@ CASES: list[Any] = [
     ("torch", 2, {"codec": "topk", "full_every": 2}),
     ("torch", 2, {"codec": "int8", "checksum_every": 2, "full_every": 3}),
     ("torch", 3, {"codec": "marsit", "exchange": "ring1"}),
+    ("torch", 2, {"codec": "topk", "groups": "layer", "clip_gradient": 0.5}),
     ("native", 2, {"codec": "sidco-e", "groups": "layer"}),
     ("native", 2, {"codec": "topk", "exchange": "twoshot", "checksum_every": 2}),
     ("native", 2, {"codec": "topk", "groups": "layer", "nonfinite": "rollback"}),

@@ -20,7 +20,7 @@ class EmulatedExecutor(CudaExecutor):
     def future(self) -> torch.futures.Future[torch.Tensor]:
         return torch.futures.Future()
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         pass
 
     def lead(self) -> None:

@@ -180,9 +180,9 @@ class OrderedExecutor(CudaExecutor):
         return torch.futures.Future()
 
     def wait_for_gradients(self) -> None:
-        self._follow()
+        self.follow()
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         self.side.wait_stream(Stream.current)
 
     def lead(self) -> None:
@@ -225,7 +225,7 @@ class WithoutDdp(OrderedExecutor):
     """For updates, which wait for the futures themselves, after no backward()."""
 
     def future(self) -> torch.futures.Future[torch.Tensor]:
-        self._follow()
+        self.follow()
         executor = self
 
         class Future(torch.futures.Future):  # type: ignore[type-arg]

@@ -125,6 +125,9 @@ class CpuExecutor:
     def future(self) -> "Future[torch.Tensor]":
         return Future()
 
+    def follow(self) -> None:
+        pass  # the caller's work is done
+
     def launch(self, g: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
         stage = g.stage
         stage.error = stage.unable = unable

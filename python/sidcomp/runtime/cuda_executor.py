@@ -184,10 +184,10 @@ class CudaExecutor:
                 "a CUDA graph is being captured, which would repeat this step's number and seed: leave the "
                 "backward pass out of the capture"
             )
-        self._follow()
+        self.follow()
         return torch.futures.Future(devices=[self.device])
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """The side stream waits for what the current stream has been given so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -249,7 +249,7 @@ class CudaExecutor:
         check: ReplicaCheck,
     ) -> None:
         self._exchange, self._check = exchange, check
-        self._follow()  # which has zeroed the checksums, after the buckets' gradients
+        self.follow()  # which has zeroed the checksums, after the buckets' gradients
         self._late, self._spare, self._kept_by = [], [], []  # checksums have other addresses from now on
         if settings.transport == "native" and self.native is None:
             assert self._library is not None
@@ -331,7 +331,7 @@ class CudaExecutor:
 
     def residual(self, g: Group) -> Sequence[Residual]:
         # It subtracts what was sent in place: then the vectors in the state are the residual.
-        self._follow()  # behind whoever has read them before
+        self.follow()  # behind whoever has read them before
         self.settle(g)
         self.lead()
         header, state = _core.state_header_bytes, g.state.tensor

@@ -154,7 +154,9 @@ class Engine(Regrouping):
             if last and self._timed and self.executor.synchronize(everything=True):
                 bucket.arrived_at = perf_counter_ns()
             if last and self.settings.clip_gradient:
+                self.executor.lead()  # which waits for the gradients of all buckets, on whatever stream
                 clip(self.layout.buckets, self._limit())
+                self.executor.follow()
         for group in ready:
             self._launch(group, self._unable)
         if last:

@@ -67,6 +67,9 @@ class Executor(Protocol):
     def future(self) -> "Future[torch.Tensor]":
         """Returns a future for a bucket whose gradients are enqueued on the current stream."""
 
+    def follow(self) -> None:
+        """Orders what is launched from here on after the caller's work on the device so far."""
+
     def launch(self, group: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
         """Encodes a group and starts its exchange. unable: why this rank cannot encode; then the other ranks
         fail too. withdrawn: the futures of this rank have failed already."""
