@@ -151,6 +151,7 @@ class Regrouping(Following):
             kept.residuals = {**self.unassigned, **kept.residuals}
             what = "take over its residuals" if self.resume is None else "load its checkpoint"
             forming.together(exchange, partial(kept.place, layout, exchange, self.rates), what)
+            executor.follow()  # a door may have asked for the step's futures already
             self.control += TOLD * exchange.world
             if self.tuner is not None:
                 held = {name for g in layout.groups if g.plan.vectors for name in g.names}
