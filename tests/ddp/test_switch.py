@@ -14,6 +14,7 @@ from sidcomp.autotune import controller
 from sidcomp.autotune.iterations import Iteration, Order
 from sidcomp.config.grouping import DENSE, Regime
 from sidcomp.doors.ddp import register
+from sidcomp.runtime import checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -203,3 +204,43 @@ def test_ranks_that_plan_differently_are_told_so(rank: int, world: int) -> None:
     text = f"{type(r.state.error).__name__}: {r.state.error}"
     assert text.startswith("RankError: ranks do not agree: rank 0 has [group 0: topk")
     assert "rank 1 has [group 0: sidco-e" in text
+
+
+@pytest.mark.parametrize("where", ["made", "filled"])
+@pytest.mark.parametrize("then", [TOPK, PLAIN])
+@on_ranks(2)
+def test_groups_that_a_rank_could_not_make_are_made_in_the_next_step(
+    rank: int, world: int, where: str, then: Regime
+) -> None:
+    """All ranks raise in that step, and it measures nothing. then: what is asked for afterwards."""
+    r = Run(rank, world)
+    r.step(), r.step()
+    scripted(r.state, [PLAIN, TOPK, then])
+    p = r.state.engine
+    assert isinstance(p.tuner, controller.Controller) and p.executor is not None
+    iterations: list[Iteration] = []
+    script, send = p.tuner._script, p.tuner._script.send
+
+    class Heard:
+        def send(self, it: Iteration) -> Order:
+            iterations.append(it)
+            return send(it)
+
+    p.tuner._script = Heard()  # type: ignore[assignment]
+    kind, name = (p.executor, "prepare") if where == "made" else (checkpoint.Resume, "place")
+    whole = getattr(kind, name)
+
+    def out_of_memory(*_: Any) -> None:
+        setattr(kind, name, whole)
+        raise MemoryError("no more memory")
+
+    if rank == 1:
+        setattr(kind, name, out_of_memory)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        r.step()
+    for _ in range(3):
+        r.step()
+    assert script is not None and [it.clean for it in iterations][1] is False
+    assert len(r.groups()) == len(then.rule) if isinstance(then.rule, list) else p.regime == PLAIN
+    assert r.missing() < 2e-4
+    r.state.close()

@@ -84,6 +84,7 @@ class Controller(Monitoring):
         if self._given_up:
             return self._order.regime
         clean = not self._disturbed and p.layout is self._layout()
+        self._disturbed = True  # unless the step gets to `begin`
         if p.regime.flush:
             lost = max(self._agree([int(not p.counts())]))  # the flush did not count: repeat it
             return p.regime if lost else self._order.regime

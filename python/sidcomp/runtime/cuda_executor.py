@@ -249,7 +249,9 @@ class CudaExecutor:
         check: ReplicaCheck,
     ) -> None:
         self._exchange, self._check = exchange, check
-        self.follow()  # which has zeroed the checksums, after the buckets' gradients
+        # Which has filled the groups and zeroed the checksums, after the buckets' gradients: a door may have
+        # asked for the step's futures already.
+        self.follow()
         self._late, self._spare, self._kept_by = [], [], []  # checksums have other addresses from now on
         if settings.transport == "native" and self.native is None:
             assert self._library is not None

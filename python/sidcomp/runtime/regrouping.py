@@ -79,10 +79,15 @@ class Regrouping(Following):
             self.quiet()
             regime = self.tuner.between(self, self._model)
             if regime != self.regime or self._kept_groups:
-                flushed, self.regime, self._kept_groups = self.regime.flush, regime, []
+                before = self.regime, self._kept_groups
+                self.regime, self._kept_groups = regime, []
+                try:
+                    self._again()
+                except Exception:
+                    self.regime, self._kept_groups = before  # those of the groups that are still there
+                    raise
                 self._growing = 0
-                self._again()
-                if flushed and not regime.flush:
+                if before[0].flush and not regime.flush:
                     self.unassigned = {}  # at most rounding errors are left
             self.tuner.begin(self)
         if self.step >= self._change_at:
@@ -143,19 +148,19 @@ class Regrouping(Following):
         layout, anyone_keeps = forming.agreed(exchange, make, header, what, loaded, keeps)
         self.control += TOLD * exchange.world
         check = ReplicaCheck(layout.groups, exchange)
-        parent = self.process_group or model.process_group
-        executor.connect(self.settings, layout.groups, exchange, parent, check)
         executor.lead()  # what has cleared the residuals of a step that was discarded comes first
         if anyone_keeps:  # not what this rank alone knows: all ranks must take part, or none
             kept = self.resume or checkpoint.carry(self.groups, self.rates)
             kept.residuals = {**self.unassigned, **kept.residuals}
             what = "take over its residuals" if self.resume is None else "load its checkpoint"
             forming.together(exchange, partial(kept.place, layout, exchange, self.rates), what)
-            executor.follow()  # a door may have asked for the step's futures already
             self.control += TOLD * exchange.world
             if self.tuner is not None:
                 held = {name for g in layout.groups if g.plan.vectors for name in g.names}
                 self.unassigned = {name: r for name, r in kept.residuals.items() if name not in held}
+        # Nothing fails between this and the new layout: until then the executor has the former groups.
+        parent = self.process_group or model.process_group
+        executor.connect(self.settings, layout.groups, exchange, parent, check)
         self.resume = None
         self._change_at = self.settings.next_change(self.step, self.regime)
         self.allocations += sum(g.allocations for g in layout.groups)
