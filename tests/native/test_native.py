@@ -536,17 +536,28 @@ def test_a_rank_that_does_not_join(log: Path) -> None:
         assert f"NCCL, rank {r} of 2: joining: not done within 1500 ms" in text, text
 
 
+class Hung:
+    """In place of a group on a device that does not get to the group's step."""
+
+    def step(self, *_: Any, **__: Any) -> None: ...
+
+
 def watched(rank: int, world: int, how: str, log: str) -> tuple[str, str]:
     if how == "later" and rank == 0:
         os.environ["FAKE_NCCL_LATER"] = "1"
-    r = Run(rank, log, limit=2, codec="topk", groups="model", transport="native")
+    r = Run(rank, log, limit=2, codec="topk", groups="model", transport="native", nonfinite="rollback")
     r.step()
     r.step()
     assert r.lane is not None and r.lane.native is not None
-    if how == "stuck":  # as if the device had not got to the end of the last step
-        assert r.state.engine.layout is not None
-        r.state.engine.layout.groups[0].resident.mark += 1
+    resident = r.groups()[0].resident
+    places = resident.places
+    if how in ("stuck", "repeated"):
+        if how == "repeated":
+            r.state.skip()
+        resident.places = dict.fromkeys(places, Hung())
+        r.step()
     r.lane.native._thread.join(20)
+    resident.places = places
     assert not r.lane.native._thread.is_alive(), "the watch goes on"
     assert "abort" in Path(log).read_text()
     name, text, _ = r.fails()
@@ -560,11 +571,13 @@ def watched(rank: int, world: int, how: str, log: str) -> tuple[str, str]:
     [
         ("later", "while exchanging: remote error"),
         ("stuck", "the device has made no progress for 2 s: a rank has ended"),
+        ("repeated", "the device has made no progress for 2 s: a rank has ended"),
     ],
 )
 def test_what_goes_wrong_on_the_device(how: str, words: str, log: Path) -> None:
-    """No call tells: the thread that watches finds it, aborts, and the next step says so."""
-    world = 2 if how == "stuck" else 1
+    """No call tells: the thread that watches finds it, aborts, and the next step says so. It also finds it in
+    a step that is repeated because it was discarded."""
+    world = 1 if how == "later" else 2
     for r, (name, text) in enumerate(run(watched, world, how, str(log))):
         assert name == "ExchangeError" and f"NCCL, rank {r} of {world}: {words}" in text, (name, text)
 

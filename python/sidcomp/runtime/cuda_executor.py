@@ -1,5 +1,6 @@
 """The executor for CUDA: encode, exchange and decode run on one side stream, and the host does not wait."""
 
+import ctypes
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,10 @@ class Resident:
         self.buffers: dict[int, _core.DeviceBuffers] = {}
         self.places: dict[int, _core.DeviceGroup] = {}
         self.calls: CudaCalls  # of this step
+
+    def forget(self) -> None:
+        """Clears what the device has shown. It must not be at work."""
+        ctypes.memset(self.shown_at, 0, _core.cuda_report_bytes)
 
 
 class CudaCalls:
@@ -373,6 +378,9 @@ class CudaExecutor:
             raise CorruptPayloadError(
                 f"the payload of rank {r.latest.culprit} in an earlier step was invalid (status {status})"
             )
+        mark = (step + 1) % _MARKS
+        if r.latest.mark == mark:  # the step is repeated, because it was discarded; `outcome` has waited
+            r.forget()
         if r.placed_for is not g.segments:
             self._place(g, r)
         if len(g.states.all) == 2:
@@ -387,7 +395,7 @@ class CudaExecutor:
             self._step(g, r)
         if check := self._check.place(g):
             self._sum(g, r, check)
-        r.mark = (step + 1) % _MARKS
+        r.mark = mark
         g.counters.steps += 1
 
     def launched(self, groups: Sequence[Group], in_place: bool) -> None:
