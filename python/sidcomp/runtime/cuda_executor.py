@@ -375,9 +375,14 @@ class CudaExecutor:
         if status := r.latest.status:
             if self.native is not None:
                 self.native.communicator.poll()  # raises the cause of the invalid payload, if it is known
-            raise CorruptPayloadError(
+            error = CorruptPayloadError(
                 f"the payload of rank {r.latest.culprit} in an earlier step was invalid (status {status})"
             )
+            self.synchronize()
+            with self.current():
+                r.report.tensor.zero_()  # the device keeps its first error until then
+            r.forget()
+            raise error
         mark = (step + 1) % _MARKS
         if r.latest.mark == mark:  # the step is repeated, because it was discarded; `outcome` has waited
             r.forget()
