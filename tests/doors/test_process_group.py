@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks, run
 from local_training import alike, backward, flat, network
+from sidcomp.config import specification
 from sidcomp.doors.backend.after_backward import _begun
 from torch import nn
 from torch.distributed import checkpoint
@@ -1131,6 +1132,13 @@ def test_the_environment_variable() -> None:
             assert [said in s for s in states] == ([True] if said else [])
     with pytest.raises(Exception, match=r"SIDCOMP='topk:density'.*key=value"):
         run(from_environment, 1, backend=partial(environment, "topk:density"))
+
+
+def test_none_is_a_memory_and_a_codec_in_the_environment() -> None:
+    codec, arguments = specification.parse("topk:memory=none,exchange=none")
+    assert arguments["exchange"] is None
+    assert "memory='none'" in repr(sidcomp.State(codec, **arguments))
+    assert specification.parse("preset:redsync,codec=none")[0] == "none"
 
 
 # ---- an optimizer that the codec does not suit

@@ -10,6 +10,7 @@ from sidcomp.config import presets
 from sidcomp.errors import ArgumentError
 
 _WORDS: dict[str, Any] = {"none": None, "true": True, "false": False}
+_NAMES = ("codec", "memory")  # of which one is called "none"
 
 
 def parse(text: str) -> tuple[str | None, dict[str, Any]]:
@@ -29,7 +30,7 @@ def parse(text: str) -> tuple[str | None, dict[str, Any]]:
         key, equals, value = pair.partition("=")
         if not equals or not key.isidentifier():
             raise ArgumentError(f"{text!r}: {pair!r} is not key=value, as in topk:density=0.05,values=log4")
-        arguments[key] = _value(value)
+        arguments[key] = value if key in _NAMES else _value(value)
     codec = arguments.pop("codec", None)
     return codec, arguments
 
