@@ -53,10 +53,12 @@ class OptimizerFit:
         links = chains(optimizer)
         optimizers: list[torch.optim.Optimizer] = [each[-1] for each in links]
         rates = Rates(optimizers)
+        p.check_rates(rates)
+        watch = Watch(links, enabled(scaler))
         self._suit(optimizers)
         for each in optimizers:
             self._check(each)
-        p.follow(rates, Watch(links, enabled(scaler)))
+        p.follow(rates, watch)
         self._watch_forward()
 
     def _suit(self, optimizers: "Sequence[torch.optim.Optimizer]") -> None:

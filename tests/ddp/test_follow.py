@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -460,3 +462,23 @@ def test_factors_stay_finite() -> None:
         found.append(rates.advance().get((0, 0), 1.0))
     assert found == [1.0, 1e-30, 1e-30, 1.0, 1.0, 1e30, 1e30]
     assert rates.last == {(0, 0): 1e-44}
+
+
+def test_an_optimizer_outlives_the_state_that_followed_it() -> None:
+    """And one that could not be followed, which changes nothing."""
+    first, second = (torch.optim.SGD(nn.Linear(3, 3).parameters(), 0.1) for _ in range(2))
+    adam = torch.optim.Adam(nn.Linear(3, 3).parameters(), 0.1)
+    kept, dropped = sidcomp.State(), sidcomp.State("topk")
+    kept.follow(first)
+    dropped.follow(second)
+    before = repr(kept)
+    with pytest.raises(sidcomp.ArgumentError, match="of other parameters already"):
+        kept.follow(adam)
+    assert repr(kept) == before
+    del dropped
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(120):
+            second.step()
+            adam.step()

@@ -10,17 +10,21 @@ from sidcomp.runtime.rollback import Rollback
 class Following(Rollback):
     """An engine beside optimizers."""
 
-    def follow(self, rates: Rates | None, watch: Watch | None) -> None:
-        """Follows these optimizers from the next step on; None: no optimizer."""
-        self.quiet()
-        if rates is not None and self._model is not None:
+    def check_rates(self, rates: Rates) -> None:
+        """Raises ArgumentError if the engine cannot follow these optimizers."""
+        if self._model is not None:
             rates.locate(self._model.names)
+        if self.rates is not None and not rates.parameters & self.rates.parameters:
+            raise ArgumentError(
+                "follow: the State follows an optimizer of other parameters already: give all "
+                "optimizers in one call, follow([a, b]), or end it with follow(None) first"
+            )
+
+    def follow(self, rates: Rates | None, watch: Watch | None) -> None:
+        """Follows these optimizers, which `check_rates` has accepted, from the next step on; None: no
+        optimizer."""
+        self.quiet()
         if rates is not None and self.rates is not None:
-            if not rates.parameters & self.rates.parameters:
-                raise ArgumentError(
-                    "follow: the State follows an optimizer of other parameters already: give all "
-                    "optimizers in one call, follow([a, b]), or end it with follow(None) first"
-                )
             rates.last = self.rates.last
         if rates is not None and self._model is not None:
             rates.bind(self._model.names, self.groups)

@@ -30,15 +30,19 @@ def scaler_in_use() -> bool:
 
 
 class _Stepped:
-    """Set by the optimizer's hook, which must not keep a State alive."""
+    """Set by the optimizer's hook, which must not keep a State alive. Once that is collected, it does
+    nothing: it cannot be removed then, because torch may be iterating over the hooks."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: "Watch") -> None:
+        self._watch = weakref.ref(watch)
         self.unseen = 0  # steps since the last backward pass that sidcomp has seen
         self.ran = False
         self.found: torch.Tensor | None = None  # not 0 if a fused optimizer skipped its own step
         self.copied: torch.cuda.Event | None = None
 
     def __call__(self, optimizer: Any, *_: Any) -> None:
+        if self._watch() is None:
+            return
         self.ran = True
         self.unseen += 1
         if self.unseen == _MOST_STEPS:
@@ -85,7 +89,7 @@ class Watch:
             hasattr(scaler, "_per_optimizer_states") and hasattr(scaler, "get_scale")
         ):
             raise ArgumentError(f"follow(scaler={type(scaler).__name__}): give a torch.amp.GradScaler")
-        self._stepped = _Stepped()
+        self._stepped = _Stepped(self)
         self._scaler_states: list[dict[str, Any]] = []
         self._home: torch.Tensor | None = None  # the scale, copied to the host
         self._copied: torch.cuda.Event | None = None
