@@ -482,3 +482,25 @@ def test_an_optimizer_outlives_the_state_that_followed_it() -> None:
         for _ in range(120):
             second.step()
             adam.step()
+
+
+@on_ranks(1)
+def test_rates_stay_with_their_parameters_when_others_are_followed(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
+    ddp = nn.parallel.DistributedDataParallel(module)
+    state = sidcomp.State("topk", density=0.1, groups="layer", nonfinite="rollback")
+    register(ddp, state)
+    both = [{"params": module[0].parameters(), "lr": 0.1}, {"params": module[1].parameters(), "lr": 0.4}]
+    state.follow(torch.optim.SGD(both))
+
+    def carries() -> set[float]:
+        ddp(torch.ones(2, 40)).sum().backward()
+        assert state.engine.layout is not None
+        return {g.stage.carry for g in state.engine.layout.groups}
+
+    assert [carries() for _ in range(3)] == [{1.0}] * 3
+    state.follow([torch.optim.SGD(module[1].parameters(), 0.4), torch.optim.SGD(module[0].parameters(), 0.1)])
+    state.skip()  # goes back to the rates before that step
+    assert carries() == {1.0}
+    state.close()

@@ -25,7 +25,8 @@ class Following(Rollback):
         optimizer."""
         self.quiet()
         if rates is not None and self.rates is not None:
-            rates.last = self.rates.last
+            rates.last = rates.of_same_parameters(self.rates, self.rates.last)
+            self._mark = self._mark[0], rates.of_same_parameters(self.rates, self._mark[1])
         if rates is not None and self._model is not None:
             rates.bind(self._model.names, self.groups)
         if self.watch is not None:

@@ -58,6 +58,13 @@ class Rates:
         """The ids of all parameters that the optimizers have."""
         return {id(p) for key in self._keys() for p in self._group(key)["params"]}
 
+    def of_same_parameters(self, before: "Rates", rates: dict[Key, float]) -> dict[Key, float]:
+        """Returns for each of these groups the rate that its parameters have in `rates`, whose keys are those
+        of the optimizers `before`."""
+        at = {id(p): rates[key] for key in before._keys() if key in rates for p in before._group(key)["params"]}
+        mine = ((key, id(p)) for key in self._keys() for p in self._group(key)["params"])
+        return {key: at[p] for key, p in mine if p in at}
+
     def _read(self, key: Key) -> float:
         rate: Any = self._group(key).get("lr")
         if isinstance(rate, torch.Tensor) and rate.is_cuda:
