@@ -504,3 +504,42 @@ def test_rates_stay_with_their_parameters_when_others_are_followed(rank: int, wo
     state.skip()  # goes back to the rates before that step
     assert carries() == {1.0}
     state.close()
+
+
+@pytest.mark.parametrize("how", ["a rate is wrong", "a bucket is wrong"])
+@on_ranks(1)
+def test_a_rate_that_changed_in_a_step_that_failed_still_counts(rank: int, world: int, how: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
+    ddp = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.001)
+    state = sidcomp.State("topk", density=0.1)
+    register(ddp, state)
+    optimizer = torch.optim.SGD(
+        [{"params": module[0].parameters(), "lr": 0.1}, {"params": module[1].parameters(), "lr": 0.1}]
+    )
+    state.follow(optimizer)
+
+    def carries() -> list[float]:
+        ddp(torch.ones(2, 40)).sum().backward()
+        assert state.engine.layout is not None
+        return [g.stage.carry for g in state.engine.layout.groups if "0.weight" in g.names]
+
+    ready, first, second = state.engine.ready, *optimizer.param_groups
+
+    def refuses(index: int, *rest: Any) -> Any:
+        if index == 0:
+            return ready(index, *rest)
+        raise ValueError("a bucket is wrong")
+
+    carries(), carries(), carries()
+    first["lr"] = 0.05
+    if how == "a rate is wrong":
+        second["lr"] = math.nan
+    else:
+        state.engine.ready = refuses  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="wrong|lr of"):
+        carries()
+    second["lr"], state.engine.ready = 0.1, ready  # type: ignore[method-assign]
+    assert carries() == [2.0]
+    assert carries() == [1.0]
+    state.close()

@@ -180,7 +180,7 @@ class Engine(Regrouping):
     def _launch(self, g: Group, unable: Exception | None, withdrawn: bool = False) -> None:
         assert self.executor is not None
         self._posted.append(g)
-        g.stage.launched = True
+        g.stage.launched = unable is None
         self.executor.launch(g, unable, withdrawn)
 
     def abandon(self, error: Exception, telling: bool = True) -> list[int]:

@@ -92,7 +92,7 @@ class Stage:
 
     carry: float = 1.0  # multiplies the residual before the gradient is added
     marked: float = 1.0  # what a step that was not sent has left of it, where `go_back` returns to
-    launched: bool = False  # it was encoded, or an error was sent in its place
+    launched: bool = False  # it was encoded; not if an error was sent in its place
     moment: Moment = _NEVER
     sent: bool = False  # it was encoded, and its memory has changed
     undone: bool = False  # it was not finite or failed, and has removed its gradient from the memory

@@ -110,8 +110,9 @@ class Rates:
         """Begins a step. Returns the factors of the residuals other than 1, by parameter group of the
         optimizers."""
         factors: dict[Key, float] = {}
-        for i in self._keys():
-            now, last = self._read(i), self.last.get(i)
+        rates = {i: self._read(i) for i in self._keys()}  # before any changes: one may be refused
+        for i, now in rates.items():
+            last = self.last.get(i)
             if now == 0:
                 self.last.setdefault(i, 0.0)
                 continue
