@@ -436,6 +436,11 @@ def test_calls(rank: int, world: int) -> None:
     one.state.load_state_dict(saved)
     with pytest.raises(sidcomp.SetupError, match="load_state_dict"):
         one.state.skip()
+    for forget in (lambda: one.state.load_state_dict(saved), one.state.engine.restart):
+        one.trainer.step()  # which stays
+        forget()
+        with pytest.raises(sidcomp.SetupError, match="load_state_dict"):
+            one.state.skip()
     one.trainer.step()
     with pytest.raises(sidcomp.ArgumentError, match="GradScaler"):
         one.state.follow(one.trainer.optimizer, 3)  # type: ignore[arg-type]

@@ -416,7 +416,7 @@ class Engine(Regrouping):
             (self.tuner, self.regime), self._kept_groups = planned, []
         self.current.number = resume.source["step"]
         self.scale = resume.source["scale"]
-        self.lost = False
+        self._revocable = self.lost = False
 
     def restart(self) -> None:
         """Forgets all memory: nothing that was not sent will be. The groups are made anew, where the ranks
@@ -424,6 +424,7 @@ class Engine(Regrouping):
         self.quiet()
         self.depart()
         self.layout, self.unassigned = None, {}
+        self._revocable = False
         self.drop_loaded()
 
     def depart(self) -> None:
