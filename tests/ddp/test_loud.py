@@ -703,6 +703,23 @@ def test_signs_too_small_for_the_gradients_are_named(
         assert growth is not None and float(growth[1]) > 3e-7 and "eta_s=1e-07 is too small" in ours[0]
 
 
+@on_ranks(2, group_timeout=20)
+def test_under_strict_all_ranks_raise_what_one_ranks_signs_show(rank: int, world: int) -> None:
+    trainer = Trainer(CASES["default"], rank)
+    state = sidcomp.State("marsit", memory="compensation", eta_s=1e-7)
+    register(trainer.wrapper, state)
+    if rank == 0:
+        engines.outgrown = lambda *_: None
+    with sidcomp.strict():
+        for _ in range(12):
+            trainer.step()
+        with pytest.raises(RuntimeError, match="StrictError: eta_s|^group 0.*: eta_s=1e-07"):
+            trainer.step()
+        trainer.step()
+    trainer.close()
+    state.close()
+
+
 # ---- copies and conversions --------------------------------------------------------------------------------
 
 

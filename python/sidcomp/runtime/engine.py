@@ -14,7 +14,7 @@ import torch
 
 from sidcomp import notices
 from sidcomp.config.grouping import Regime
-from sidcomp.errors import RankError
+from sidcomp.errors import RankError, StrictError
 from sidcomp.runtime import checkpoint
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.clipping import clip
@@ -307,6 +307,7 @@ class Engine(Regrouping):
         self.quiet()
         assert self.layout is not None and self.executor is not None and self._check is not None
         compare = self._check.on
+        self._unable = None
         if self.watch is not None and (scale := self.watch.scale()) is not None:
             self.update_scale(scale)
         if self.current.begun == _LOOK_AT - 1:
@@ -336,7 +337,7 @@ class Engine(Regrouping):
         self._turn()
         self.current.number += 1
         self.current.begun += 1
-        self._posted, self._unable, factors = [], None, {}
+        self._posted, factors = [], {}
         try:
             factors = self.rates.advance() if self.rates is not None else {}
         except Exception as e:
@@ -373,8 +374,13 @@ class Engine(Regrouping):
         if self._growing == STEPS and not self._told:
             for look in (outgrown, crowded):
                 if text := look(self.settings, self.groups, STEPS):
-                    notices.warn(text, self.exchange.rank)
                     self._told = True
+                    try:
+                        # It is about this rank's memory. On a device nothing can tell the others, which would
+                        # wait for this one.
+                        notices.warn(text, self.exchange.rank, raises=not self.on_device)
+                    except StrictError as e:
+                        self._unable = e
         self._growing += 1
 
     # ---- checkpoints
