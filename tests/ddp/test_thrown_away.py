@@ -451,6 +451,17 @@ def test_calls(rank: int, world: int) -> None:
         sidcomp.State(nonfinite="keep")
 
 
+@pytest.mark.parametrize("nonfinite", [None, "drop"])
+@on_ranks(2, group_timeout=20)
+def test_a_scaler_on_one_rank_is_found(rank: int, world: int, nonfinite: str | None) -> None:
+    """Else one rank would go back after a step that the others count."""
+    one = Run(rank, codec="randk", nonfinite=nonfinite)
+    one.state.follow(one.trainer.optimizer, torch.amp.GradScaler("cpu") if rank == 0 else None)
+    with pytest.raises(RuntimeError, match="ranks do not agree.* scaler True.* scaler False"):
+        one.trainer.step()
+    one.close()
+
+
 @on_ranks(2)
 def test_a_step_that_failed(rank: int, world: int) -> None:
     """A step that fails on one rank while it encodes: what every rank keeps is as before it."""

@@ -215,9 +215,10 @@ def _pieces(index: int, bucket: Bucket) -> list[Piece]:
     return out
 
 
-def header(settings: Settings, exchange: Exchange, step: int) -> str:
+def header(settings: Settings, exchange: Exchange, step: int, rollback: bool, scaler: bool) -> str:
     """Describes what all ranks must have in common in addition to the groups. For exchanges that `auto` may
-    choose it contains only the names, because nodes may have different sizes."""
+    choose it contains only the names, because nodes may have different sizes. rollback: groups have two
+    states. scaler: a GradScaler is followed."""
     auto = settings.auto
     candidates = [
         w.choice.exchange.name if auto and w.choice is not None else w.label for w in settings.candidates
@@ -229,6 +230,7 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
         f"checksum_every {settings.checksum_every}, {candidates}, "
         f"{planned}policy {settings.policy.saved()}, full_every {settings.full_every}, "
-        f"transport {settings.transport}, nonfinite {settings.nonfinite}, "
+        f"transport {settings.transport}, nonfinite {'rollback' if rollback else settings.nonfinite}, "
+        f"scaler {scaler}, "
         f"clip_gradient {settings.clip_gradient:g}"
     )

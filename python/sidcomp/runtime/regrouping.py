@@ -142,7 +142,8 @@ class Regrouping(Following):
         what = f"the backward pass of step {self.step}, in which ranks form their groups"
         if self.resume is not None:
             what += " for the checkpoint that they have loaded"
-        header = forming.header(self.settings, exchange, self.step) + at
+        scaler = self.watch is not None and self.watch.scaler is not None
+        header = forming.header(self.settings, exchange, self.step, self.rollback, scaler) + at
         loaded = self.resume.source["step"] if self.resume is not None else None
         keeps = self.resume is not None or self.layout is not None
         layout, anyone_keeps = forming.agreed(exchange, make, header, what, loaded, keeps)
