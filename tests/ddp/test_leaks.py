@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -287,3 +288,23 @@ def take_steps(rank: int, world: int, ways: list[dict[str, Any]], steps: int) ->
 @pytest.mark.parametrize("steps", [100, pytest.param(2000, marks=pytest.mark.slow)])
 def test_steps_take_nothing_more(steps: int) -> None:
     assert run(take_steps, 2, WAYS, steps, hard_limit=150 + steps) == [[], []]
+
+
+# ---- memory of a State that is closed ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [*WAYS, {"codec": "auto"}, {"nonfinite": "rollback", "checksum_every": 1}], ids=str)
+@on_ranks(2)
+def test_a_state_that_is_closed_frees_its_groups(rank: int, world: int, way: dict[str, Any]) -> None:
+    ddp = wrapped()
+    state = sidcomp.State(**way)
+    ddp.register_comm_hook(state, sidcomp.hook)  # type: ignore[arg-type]
+    for _ in range(3):
+        step(ddp)
+    groups = [weakref.ref(g) for g in state.engine.groups]
+    state.close()
+    end = time.monotonic() + 30
+    while any(g() is not None for g in groups) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)  # a thread may just be leaving its callback
+    assert groups and not any(g() is not None for g in groups)

@@ -82,6 +82,9 @@ class CpuExecutor:
         for form, transport in self._transports.items():
             transport.connect(form)
 
+    def let_go(self) -> None:
+        self._groups, self._transports = (), {}
+
     def _transport(self, form: Form, parent: dist.ProcessGroup) -> Transport | None:
         """Returns the transport of a form that does not take one collective. There is one of each kind,
         which stays as long as the executor."""

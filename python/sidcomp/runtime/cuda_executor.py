@@ -272,6 +272,9 @@ class CudaExecutor:
             for form, transport in self._transports.items():
                 transport.connect(form)
 
+    def let_go(self) -> None:
+        self._transports, self._kept_by = {}, []
+
     def close(self) -> None:
         if self.native is not None:
             self.native.close()

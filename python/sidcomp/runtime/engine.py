@@ -90,7 +90,8 @@ class Engine(Regrouping):
         """As `form`, so that an error comes now, but without groups afterwards: the first step makes them."""
         resume, allocations = self.resume, self.allocations
         self.form(model, buckets, refuse=refuse, at=at)
-        self.layout, self.resume, self.allocations = None, resume, allocations
+        self.resume, self.allocations = resume, allocations
+        self._free()
 
     def settle(self) -> None:
         """The buckets of the layout have come again: there will be no other ones."""
@@ -446,9 +447,17 @@ class Engine(Regrouping):
         """Frees the groups, the threads and the process groups."""
         self.closed = True
         self.farewell()
-        self.layout = self._replaced = None
+        self.drop_loaded()
+        self._replaced, self.unassigned = None, {}
+        self._free()
         self.follow(None, None)
         if self.executor is not None:
             self.executor.close()
         if self.exchange is not None:
             self.exchange.close()
+
+    def _free(self) -> None:
+        """Drops the groups, so that their memory is freed."""
+        self.layout, self._posted = None, []
+        if self.executor is not None:
+            self.executor.let_go()

@@ -48,6 +48,9 @@ class Executor(Protocol):
     ) -> None:
         """Takes the groups of a new layout. All ranks call it at the same point of the program."""
 
+    def let_go(self) -> None:
+        """Drops the groups of the layout. Call it between steps."""
+
     def keep_two(self, group: Group) -> bool:
         """Makes the group's state two states. False: it already has two, or has none."""
 

@@ -21,7 +21,7 @@ class ReplicaCheck:
     def __init__(self, groups: list[Group], exchange: Exchange) -> None:
         self.on = False
         self.world = exchange.world
-        self._groups = groups
+        self._labels = [g.label() for g in groups]
         self._noted = bytearray(8 * max(1, len(groups)))  # on the CPU, written by callbacks
         size, device = len(self._noted), exchange.device
         self.mine = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -45,13 +45,13 @@ class ReplicaCheck:
     def difference(self, sums: torch.Tensor, step: int) -> DivergenceError | None:
         """Returns an error if the checksums of the ranks differ."""
         rows = sums.view(torch.int64).view(self.world, -1).tolist()
-        for g in self._groups:
+        for group, label in enumerate(self._labels):
             for rank, row in enumerate(rows):
-                if row[g.index] != rows[0][g.index]:
+                if row[group] != rows[0][group]:
                     error = DivergenceError(
-                        f"{g.label()}: the gradients of rank {rank} differ from those of rank 0 at step "
+                        f"{label}: the gradients of rank {rank} differ from those of rank 0 at step "
                         f"{step}; the replicas no longer train the same model"
                     )
-                    error.group, error.rank = g.index, rank
+                    error.group, error.rank = group, rank
                     return error
         return None
