@@ -102,9 +102,15 @@ class EngineState:
         return self.layout is not None and self.layout.buckets[index].arrived
 
     @property
+    def _changes(self) -> bool:
+        """Whether a scheduled parameter changes before the next backward pass. It waits for those passes that
+        are discarded together with the last one."""
+        return self.step >= self._change_at and not (self.watch is not None and self.watch.within)
+
+    @property
     def due(self) -> bool:
         """Whether the groups must be made anew before the next step."""
-        return self.resume is not None or self.step >= self._change_at
+        return self.resume is not None or self._changes
 
     @property
     def plain(self) -> str:

@@ -19,6 +19,7 @@ from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.executor import Executor
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.layout import Layout
+from sidcomp.runtime.optimizer_watch import Watch
 
 _FAILED = bytes(32)  # sent in place of a digest
 
@@ -215,10 +216,10 @@ def _pieces(index: int, bucket: Bucket) -> list[Piece]:
     return out
 
 
-def header(settings: Settings, exchange: Exchange, step: int, rollback: bool, scaler: bool) -> str:
+def header(settings: Settings, exchange: Exchange, step: int, rollback: bool, watch: Watch | None) -> str:
     """Describes what all ranks must have in common in addition to the groups. For exchanges that `auto` may
     choose it contains only the names, because nodes may have different sizes. rollback: groups have two
-    states. scaler: a GradScaler is followed."""
+    states. watch: of the optimizers that are followed."""
     auto = settings.auto
     candidates = [
         w.choice.exchange.name if auto and w.choice is not None else w.label for w in settings.candidates
@@ -231,6 +232,6 @@ def header(settings: Settings, exchange: Exchange, step: int, rollback: bool, sc
         f"checksum_every {settings.checksum_every}, {candidates}, "
         f"{planned}policy {settings.policy.saved()}, full_every {settings.full_every}, "
         f"transport {settings.transport}, nonfinite {'rollback' if rollback else settings.nonfinite}, "
-        f"scaler {scaler}, "
+        f"follows {'nothing' if watch is None else 'optimizers' + ', scaler' * (watch.scaler is not None)}, "
         f"clip_gradient {settings.clip_gradient:g}"
     )

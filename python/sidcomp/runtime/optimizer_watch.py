@@ -144,6 +144,12 @@ class Watch:
         return self._dealt or self._passes > _MOST_PASSES
 
     @property
+    def within(self) -> bool:
+        """Whether the next backward pass belongs to the same step of the optimizer as the last one. It is so on
+        all ranks, whatever has failed on one of them."""
+        return self._passes > 0 and not self.over
+
+    @property
     def skipped(self) -> bool:
         """Whether the scaler has skipped the step."""
         if not self._offered:

@@ -90,7 +90,7 @@ class Regrouping(Following):
                 if before[0].flush and not regime.flush:
                     self.unassigned = {}  # at most rounding errors are left
             self.tuner.begin(self)
-        if self.step >= self._change_at:
+        if self._changes:
             self._again()
 
     def _again(self) -> None:
@@ -142,8 +142,7 @@ class Regrouping(Following):
         what = f"the backward pass of step {self.step}, in which ranks form their groups"
         if self.resume is not None:
             what += " for the checkpoint that they have loaded"
-        scaler = self.watch is not None and self.watch.scaler is not None
-        header = forming.header(self.settings, exchange, self.step, self.rollback, scaler) + at
+        header = forming.header(self.settings, exchange, self.step, self.rollback, self.watch) + at
         loaded = self.resume.source["step"] if self.resume is not None else None
         keeps = self.resume is not None or self.layout is not None
         layout, anyone_keeps = forming.agreed(exchange, make, header, what, loaded, keeps)
