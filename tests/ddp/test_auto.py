@@ -745,6 +745,21 @@ def test_a_new_wrapper_has_the_plans_groups_as_buckets(rank: int, world: int) ->
     assert r["buckets"] == len(r["groups"])
 
 
+@on_ranks(2)
+def test_a_new_wrapper_before_there_is_a_plan_is_measured_anew(rank: int, world: int) -> None:
+    MODELS["1.5 MB"] = lambda: mlp(layers=40)  # one bucket before, two then
+    slow = {"all_reduce": 1e-9}
+    with Training(rank, "1.5 MB", slow, candidates=["topk"], ddp={"bucket_cap_mb": 100}) as t:
+        alone = 0
+        while alone < 3:  # until some steps have been measured
+            t.step()
+            alone += t.state.engine._deferred
+        t.ddp = rewrap(t.ddp, t.state)
+        r = t.until_it_settles()
+        assert t.state.error is None and len(t.state.engine.layout.buckets) == 2  # type: ignore[union-attr]
+    check(r)
+
+
 def test_plans_of_another_version_are_refused() -> None:
     instance = {
         "forward_ps": 0,

@@ -294,9 +294,14 @@ class Controller(Monitoring):
         self._order = next(self._script)
         return replace(self._order.regime, flush=flush and not self.settings.momentum)
 
-    def rewrap(self) -> list[int]:
-        """Plans for buckets that are groups. Returns their sizes in bytes: none if nothing was planned."""
-        if self.report.profile is None or self.report.plan is None:
+    def rewrap(self, listed: bool) -> list[int]:
+        """Plans for buckets that are groups. Returns their sizes in bytes: none if nothing was planned, or if
+        DDP takes no list of them. A search that has begun with other buckets begins anew."""
+        self._record(None)  # it is of the former buckets
+        if not listed or self.report.profile is None or self.report.plan is None:
+            if not self.found:
+                self._journal, self._script = Journal(), self._whole()
+                self._order = next(self._script)
             return []
         costs = measurement.model(self.report.profile, self.settings, buckets=False)
         found = self.plan(costs)

@@ -136,8 +136,8 @@ def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParalle
         "bucket_cap_mb": 1,
     }
     tuner = state.engine.tuner
-    planned = isinstance(tuner, Controller) and "bucket_cap_mb_list" in accepted
-    sizes = tuner.rewrap() if isinstance(tuner, Controller) and planned else []
+    listed = "bucket_cap_mb_list" in accepted
+    sizes = tuner.rewrap(listed) if isinstance(tuner, Controller) else []
     if sizes:
         arguments["bucket_cap_mb_list"] = [size / 2**20 for size in sizes]
     # The old reducer's hooks would still run in addition to the new one's; they disappear with the reducer.
