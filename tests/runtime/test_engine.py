@@ -166,15 +166,17 @@ def test_a_step_can_be_given_up(rank: int, world: int) -> None:
     assert "given up" in text and same
 
 
-def gives_another_buffer(rank: int, world: int, codec: str, at: int) -> str:
-    """In step `at` rank 1 gives another tensor than that of its second bucket."""
-    door = Named(codec, groups="bucket")
+def gives_another_buffer(rank: int, world: int, codec: str, at: int, bucket: int = 1) -> str:
+    """In step `at` rank 1 gives another tensor than that of this bucket. All compare checksums before the
+    first bucket of a step."""
+    door = Named(codec, groups="bucket", checksum_every=1)
     for step in range(at):
         door.average(gradients(rank, step))
         door.engine.quiet()
         door.engine.let_go()
     try:
-        door.average(gradients(rank, at), {1: torch.zeros(60)[::2]} if rank else {})
+        other = torch.zeros(2 * door.buffers[bucket].numel())[::2]
+        door.average(gradients(rank, at), {bucket: other} if rank else {})
         text = ""
     except Exception as e:
         text = f"{type(e).__name__}: {e}"
@@ -197,6 +199,11 @@ def test_a_tensor_that_the_core_cannot_read_is_refused_and_the_others_learn_of_i
         "ArgumentError: the gradients of a.bias: is not dense and contiguous; pass a plain"
     )
     assert "group 1 (a.bias), payload of rank 1" in others
+
+
+def test_a_rank_that_fails_before_it_has_compared_checksums_still_compares_them() -> None:
+    others, mine = run(gives_another_buffer, 2, "int8", 2, 0, group_timeout=10, hard_limit=25)
+    assert mine.startswith("ArgumentError") and "payload of rank 1" in others, others
 
 
 def test_a_step_waits_for_what_was_entered() -> None:

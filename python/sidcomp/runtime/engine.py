@@ -191,7 +191,7 @@ class Engine(Regrouping):
         arrived = [i for i, b in enumerate(buckets) if b.arrived]
         begun = self._open
         if begun and telling:
-            self._withdraw(error)
+            self._withdraw(error, self.step - 2)
         for i in arrived:
             buckets[i].fail(error)
         self._end()
@@ -233,10 +233,14 @@ class Engine(Regrouping):
         """Marks the current step, if there is one, as failed."""
         self.current.nonfinite = self.current.failed = True
 
-    def _withdraw(self, error: Exception) -> None:
+    def _withdraw(self, error: Exception, before: int) -> None:
         """Sends an error in place of every group that has not been sent. So the other ranks fail too, and all
-        ranks begin the next step at the same place."""
+        ranks begin the next step at the same place. before: the step before this one."""
         if not self.on_device and self.layout is not None:
+            assert self.executor is not None
+            if self._comparing:  # as the other ranks do before anything else
+                self._comparing = False
+                self.executor.compare(self.layout.buckets[0], before)
             own = self.layout.buckets
             coming = own if self._coming is None else [own[i] for i in self._coming]
             due = self.layout.groups if self._deferred else self.layout.completed_by(coming)
@@ -263,11 +267,8 @@ class Engine(Regrouping):
         now = self._exchange_for(replaced)
         try:
             self._between()
-            assert self.layout is not None and self._check is not None
-            if self._check.on:
-                first = self.layout.buckets[0]
-                first.open(first.buffer, executor.future(), 0)
-                executor.compare(first, self.step - 1)
+            assert self._check is not None
+            self._comparing = self._check.on
             self._turn()
             self._posted, self._coming = [], coming
             self._deferred = self.settings.clip_gradient > 0 or (
@@ -276,7 +277,7 @@ class Engine(Regrouping):
             for g in self.groups:
                 g.stage.begin(1.0)
             with self.current.uncounted() as counted:
-                self._withdraw(mine)
+                self._withdraw(mine, self.step - 1)
                 self.current.wait()
                 self.control += self.current.received - counted
             told = f"{type(mine).__name__}: it has {_ANEW}"  # a small payload has room for less
