@@ -14,6 +14,7 @@ from sidcomp.config.settings import Settings
 from sidcomp.doors.ddp import register
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
+from sidcomp.runtime.scalars import Scalars
 from sidcomp.runtime.step import Step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -231,4 +232,19 @@ def test_steps_make_no_buffers(rank: int, world: int) -> None:
     assert seen[0] is seen[2] is not seen[1] is seen[3]
     assert seen[4] not in seen[:4] and seen[5] not in seen[:5]
     assert [b.state for b in seen[2:4]] == [b.state for b in seen[4:]]
+    door.engine.close()
+
+
+@on_ranks(1)
+def test_the_norm_is_that_of_buckets_that_have_come(rank: int, world: int) -> None:
+    door = Named("none", groups="bucket")
+    averages = door.average(gradients(rank, 0))
+    door.engine.quiet()
+    assert door.engine.layout is not None
+    first, *others = door.engine.layout.buckets
+    for bucket in others:
+        bucket.let_go()
+        bucket.buffer[:1].fill_(1e6)  # such as memory that nobody has written
+    norm = Scalars().take(door.engine, norms=True)["sidcomp/gradient_norm"]
+    assert norm == pytest.approx(float(torch.cat([averages[n].flatten() for n in first.names]).norm()), rel=1e-5)
     door.engine.close()

@@ -52,5 +52,6 @@ def _residual_norm(p: Engine) -> float:
 
 
 def _gradient_norm(p: Engine) -> float:
-    buckets = p.layout.buckets if p.layout is not None else []
+    # A bucket that has not come in the last step, or whose buffer the door has taken back, has no values.
+    buckets = [b for b in p.layout.buckets if b.ptr is not None] if p.layout is not None else []
     return sqrt(sum(float(torch.linalg.vector_norm(b.buffer.float()).double() ** 2) for b in buckets))
