@@ -557,8 +557,11 @@ class State(OptimizerFit):
             return
         p = self.engine
         p.pause()
-        p.quiet()
-        self._closed = self.stats()
+        try:
+            p.quiet()
+            self._closed = statistics(p)
+        except RuntimeError:  # of a device that is lost: everything else is freed all the same
+            self._closed = statistics(p, waits=False)
         p.stop_looking()
         self._abandon(SetupError("the State was closed"), telling=False)
         self.door = None

@@ -308,3 +308,24 @@ def test_a_state_that_is_closed_frees_its_groups(rank: int, world: int, way: dic
         gc.collect()
         time.sleep(0.01)  # a thread may just be leaving its callback
     assert groups and not any(g() is not None for g in groups)
+
+
+@on_ranks(1)
+def test_a_state_whose_device_is_lost_is_closed(rank: int, world: int) -> None:
+    ddp = wrapped()
+    state = sidcomp.State(nonfinite="rollback")
+    ddp.register_comm_hook(state, sidcomp.hook)  # type: ignore[arg-type]
+    step(ddp)
+    p = state.engine
+
+    def lost(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert p.executor is not None and p.exchange is not None
+    closed: list[bool] = []
+    p.exchange.close = lambda: closed.append(True)  # type: ignore[method-assign]
+    p.executor.stats = p.executor.outcome = lost  # type: ignore[method-assign]
+    state.close()
+    state.close()
+    assert closed == [True] and not p.groups
+    assert state.stats()["steps"] == 1 and len(state.stats()["groups"]) == 1

@@ -449,7 +449,7 @@ class Engine(Regrouping):
         self.closed = True
         self.farewell()
         self.drop_loaded()
-        self._replaced, self.unassigned = None, {}
+        self._replaced, self.unassigned, self._revocable = None, {}, False
         self._free()
         self.follow(None, None)
         if self.executor is not None:

@@ -7,9 +7,10 @@ from sidcomp.runtime.executor import Executor
 from sidcomp.runtime.group import Group
 
 
-def statistics(p: Engine) -> dict[str, Any]:
-    """Returns those of an engine. On CUDA it waits for the device."""
-    groups = [_of_group(p.executor, g) for g in p.layout.groups] if p.layout else []
+def statistics(p: Engine, waits: bool = True) -> dict[str, Any]:
+    """Returns those of an engine. On CUDA it waits for the device. waits=False: without what the executor
+    knows of the last step."""
+    groups = [_of_group(p.executor if waits else None, g) for g in p.layout.groups] if p.layout else []
     n = sum(g["n"] for g in groups)
     seconds = [f"{what}_seconds" for what in ("encode", "wait", "decode")]
     return {
