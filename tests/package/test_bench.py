@@ -141,6 +141,17 @@ def test_ranks_that_fail_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.measured({"codecs": [], "bytes": 2**16, "seconds": 0.1}, 2, lambda *_: None)
 
 
+def test_what_a_library_prints_in_a_rank_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rank = tmp_path / "rank"
+    lines = ("a warning", "3", "[1, 2]", "null", '"next"', '{"found": {"threads": 1}}', "7")
+    rank.write_text("#!/bin/sh\n" + "\n".join(f"echo '{line}'" for line in lines) + "\n")
+    rank.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(rank))
+    assert bench.measured({}, 1, lambda *_: None) == {"threads": 1}
+
+
 def started_by_torchrun(folder: Path, options: list[list[str]]) -> list[tuple[int, str, str]]:
     """Status, stdout and stderr of the torchrun of each host, with one rank each."""
     with socket.socket() as s:

@@ -182,6 +182,8 @@ def measured(request: dict[str, Any], ranks: int, tell: Callable[[str, float], N
             for line in processes[0].stdout:
                 with suppress(json.JSONDecodeError):  # a library's own output
                     said = json.loads(line)
+                    if not isinstance(said, dict):
+                        continue
                     if "next" in said:
                         tell(said["next"], said["spent"])
                     found = said.get("found", found)
