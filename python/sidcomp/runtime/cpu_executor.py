@@ -147,7 +147,7 @@ class CpuExecutor:
                 self._transports[g.form].start(self, g)
         except Exception as e:
             try:
-                step.fail(g, e)
+                step.fail(g, e, travelling=True)
             finally:
                 self._leave()
             return
@@ -207,7 +207,7 @@ class CpuExecutor:
         """Decodes a group and completes its buckets. It issues no collectives, because any thread may call
         it."""
         stage, form, counters = group.stage, group.form, group.counters
-        stage.arrived_at = perf_counter_ns()
+        stage.arrived_at, travelling = perf_counter_ns(), failure is not None
         counters.wait_ns += stage.arrived_at - stage.exchanged_at
         if failure is None:
             try:
@@ -230,7 +230,7 @@ class CpuExecutor:
                 return
             if stage.unable is None:
                 stage.undone |= form.abandon(group.buffers, stage.moment)
-            self.step.fail(group, failure)
+            self.step.fail(group, failure, travelling)
         finally:
             self._leave()
 

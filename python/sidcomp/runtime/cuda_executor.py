@@ -370,7 +370,7 @@ class CudaExecutor:
             with self.current():  # whoever waits for the buckets waits for this stream
                 self.step.complete(g)
         except Exception as e:
-            self.step.fail(g, e)
+            self.step.fail(g, e, travelling=isinstance(e, dist.DistError))
 
     def _launch(self, g: Group) -> None:
         r: Resident = g.resident

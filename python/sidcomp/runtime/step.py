@@ -84,26 +84,31 @@ class Step:
         for bucket in g.buckets:
             bucket.complete()
 
-    def fail(self, g: Group, cause: Exception) -> None:
+    def fail(self, g: Group, cause: Exception, travelling: bool = False) -> None:
+        """Fails the group's buckets. travelling: the cause is of the exchange, and not of this rank alone."""
         if g.stage.withdrawn:  # its futures have already failed, and the cause is known
             return
         self.nonfinite = self.failed = True
-        error = explain(g, cause)
+        error = explain(g, cause, travelling)
         self.report(error)
         for bucket in g.buckets:
             bucket.fail(error)
 
 
-def explain(g: Group, cause: Exception) -> SidcompError:
+def explain(g: Group, cause: Exception, travelling: bool) -> SidcompError:
     """Returns `cause` as an error of sidcomp that names group and rank."""
     rank = getattr(cause, "culprit", None)
     where = g.label() if rank is None else f"{g.label()}, payload of rank {rank}"
     error: SidcompError
     if isinstance(cause, SidcompError):
         error = type(cause)(f"{where}: {cause}")
-    else:
+    elif travelling:
         error = ExchangeError(
             f"{where}: the exchange failed; a rank has ended, hangs, or failed itself: {cause}"
+        )
+    else:
+        error = ExchangeError(
+            f"{where}: this rank could not encode or decode: {type(cause).__name__}: {cause}"
         )
     error.__cause__ = cause
     error.__dict__.update(group=g.index, parameters=tuple(g.names), rank=-1 if rank is None else rank)
