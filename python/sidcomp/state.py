@@ -276,7 +276,7 @@ class State(OptimizerFit):
         dense_bytes                 the size of the same gradients in float32
         wire_bytes                  sent to other ranks, and on average received from them: of an all-gather
                                     (world - 1) payloads, of an all-reduce 2 (world - 1) / world of the
-                                    payload's body, as in a ring; of messages, all bytes of the messages
+                                    payload's body, as in a ring; of messages, all bytes of the messages.
                                     Includes what ranks compare for the noise correction of updates
         dense_wire_bytes, ratio     the same of plain DDP, 2 (world - 1) / world of dense_bytes;
                                     dense_wire_bytes / wire_bytes, and 0 if nothing travelled
@@ -494,7 +494,7 @@ class State(OptimizerFit):
         damaged field raises a CheckpointError that names it, and the State does not change. Parameters are
         compared here if the State is bound to its model, otherwise at first use. Call it between two
         iterations, on every rank at the same point: if one alone has loaded a state, the next step raises a
-        RankError on all.
+        RankError on all; on GPUs they wait for one another until the process group's timeout.
 
         strict=False accepts a model in which other parameters have gradients, because some were frozen or
         released since. Residuals of parameters that are no longer averaged are dropped, new ones start from

@@ -745,6 +745,17 @@ def test_a_new_wrapper_has_the_plans_groups_as_buckets(rank: int, world: int) ->
     assert r["buckets"] == len(r["groups"])
 
 
+@pytest.mark.parametrize("stage", [outcome.COMPARING, outcome.WARMING])
+@on_ranks(2)
+def test_a_plan_is_explained_while_it_is_in_force(rank: int, world: int, stage: str) -> None:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
+        settled = t.until_it_settles()["explain"]
+        t.state.engine.tuner.report.stage = stage  # type: ignore[union-attr]
+        lines = zip(settled.splitlines(), t.state.explain().splitlines(), strict=True)
+        assert [a for a, b in lines if a != b] == [settled.splitlines()[0]]
+        assert f"({stage})" in t.state.explain()
+
+
 @on_ranks(2)
 def test_a_new_wrapper_before_there_is_a_plan_is_measured_anew(rank: int, world: int) -> None:
     MODELS["1.5 MB"] = lambda: mlp(layers=40)  # one bucket before, two then

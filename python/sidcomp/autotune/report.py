@@ -7,6 +7,7 @@ from typing import Any
 from sidcomp import files
 from sidcomp.autotune import measurement
 from sidcomp.autotune.controller import Controller
+from sidcomp.autotune.outcome import SETTLED
 from sidcomp.config.grouping import DENSE, shorten
 from sidcomp.errors import SetupError
 from sidcomp.runtime import announcement
@@ -88,10 +89,11 @@ def explain(p: Engine) -> str:
     if not isinstance(p.tuner, Controller):
         return _explain_named(p)
     r = report(p)
-    if r["stage"] != "settled":
+    if not p.tuner.found:
         return "\n".join([f"sidcomp is still {r['stage']}", *("  " + line for line in r["log"])])
     dense = all(g["way"] == "dense" for g in r["groups"])
     name = f"{p.plain}'s dense exchange" if dense else f"{len(r['groups'])} groups"
+    name += f" ({r['stage']})" * (r["stage"] != SETTLED)
     lines = [f"sidcomp: {name}. {r['why']}", ""]
 
     def row(what: str, ps: int | None, note: str = "") -> None:
