@@ -537,7 +537,7 @@ def test_a_rate_that_changed_in_a_step_that_failed_still_counts(rank: int, world
         second["lr"] = math.nan
     else:
         state.engine.ready = refuses  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="wrong|lr of"):
+    with pytest.raises(RuntimeError, match=r"wrong|lr of"):
         carries()
     second["lr"], state.engine.ready = 0.1, ready  # type: ignore[method-assign]
     assert carries() == [2.0]

@@ -293,7 +293,9 @@ def test_steps_take_nothing_more(steps: int) -> None:
 # ---- memory of a State that is closed ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [*WAYS, {"codec": "auto"}, {"nonfinite": "rollback", "checksum_every": 1}], ids=str)
+@pytest.mark.parametrize(
+    "way", [*WAYS, {"codec": "auto"}, {"nonfinite": "rollback", "checksum_every": 1}], ids=str
+)
 @on_ranks(2)
 def test_a_state_that_is_closed_frees_its_groups(rank: int, world: int, way: dict[str, Any]) -> None:
     ddp = wrapped()

@@ -713,7 +713,7 @@ def test_under_strict_all_ranks_raise_what_one_ranks_signs_show(rank: int, world
     with sidcomp.strict():
         for _ in range(12):
             trainer.step()
-        with pytest.raises(RuntimeError, match="StrictError: eta_s|^group 0.*: eta_s=1e-07"):
+        with pytest.raises(RuntimeError, match="StrictError: eta_s" if rank == 0 else "eta_s=1e-07 is too"):
             trainer.step()
         trainer.step()
     trainer.close()

@@ -250,7 +250,9 @@ def test_what_only_the_scaler_knows(rank: int, world: int, fused: bool) -> None:
         r.close()
 
 
-@pytest.mark.parametrize("density", [0.1, sidcomp.Schedule({0: 0.1, 5: 0.3})], ids=["fixed", "changes between"])
+@pytest.mark.parametrize(
+    "density", [0.1, sidcomp.Schedule({0: 0.1, 5: 0.3})], ids=["fixed", "changes between"]
+)
 @on_ranks(2)
 def test_several_passes_of_one_step(rank: int, world: int, density: float | sidcomp.Schedule) -> None:
     """Where the optimizer is followed, all passes since its last step are thrown away with the last one. So
@@ -459,7 +461,7 @@ def test_a_scaler_on_one_rank_is_found(rank: int, world: int, nonfinite: str | N
     """Else one rank would go back after a step that the others count."""
     one = Run(rank, codec="randk", nonfinite=nonfinite)
     one.state.follow(one.trainer.optimizer, torch.amp.GradScaler("cpu") if rank == 0 else None)
-    with pytest.raises(RuntimeError, match="follows optimizers, scaler.*follows optimizers, clip"):
+    with pytest.raises(RuntimeError, match=r"follows optimizers, scaler.*follows optimizers, clip"):
         one.trainer.step()
     one.close()
 
@@ -485,7 +487,9 @@ def test_a_step_that_failed(rank: int, world: int) -> None:
 
     if rank == 1:
         form.plan = Fails(form.plan)
-    with pytest.raises(RuntimeError, match=r"MemoryError: planted$" if rank else "rank 1 failed in this step"):
+    with pytest.raises(
+        RuntimeError, match=r"MemoryError: planted$" if rank else "rank 1 failed in this step"
+    ):
         one.backward()
     if rank == 1:
         form.plan = form.plan.plan

@@ -246,5 +246,7 @@ def test_the_norm_is_that_of_buckets_that_have_come(rank: int, world: int) -> No
         bucket.let_go()
         bucket.buffer[:1].fill_(1e6)  # such as memory that nobody has written
     norm = Scalars().take(door.engine, norms=True)["sidcomp/gradient_norm"]
-    assert norm == pytest.approx(float(torch.cat([averages[n].flatten() for n in first.names]).norm()), rel=1e-5)
+    assert norm == pytest.approx(
+        float(torch.cat([averages[n].flatten() for n in first.names]).norm()), rel=1e-5
+    )
     door.engine.close()

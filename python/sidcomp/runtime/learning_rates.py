@@ -61,7 +61,9 @@ class Rates:
     def of_same_parameters(self, before: "Rates", rates: dict[Key, float]) -> dict[Key, float]:
         """Returns for each of these groups the rate that its parameters have in `rates`, whose keys are those
         of the optimizers `before`."""
-        at = {id(p): rates[key] for key in before._keys() if key in rates for p in before._group(key)["params"]}
+        at = {
+            id(p): rates[key] for key in before._keys() if key in rates for p in before._group(key)["params"]
+        }
         mine = ((key, id(p)) for key in self._keys() for p in self._group(key)["params"])
         return {key: at[p] for key, p in mine if p in at}
 

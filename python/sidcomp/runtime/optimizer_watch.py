@@ -145,8 +145,8 @@ class Watch:
 
     @property
     def within(self) -> bool:
-        """Whether the next backward pass belongs to the same step of the optimizer as the last one. It is so on
-        all ranks, whatever has failed on one of them."""
+        """Whether the next backward pass belongs to the same step of the optimizer as the last one. It is the
+        same on all ranks, whatever has failed on one of them."""
         return self._passes > 0 and not self.over
 
     @property
