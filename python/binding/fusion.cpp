@@ -181,7 +181,6 @@ py::dict describe(const sid_algorithm &a) {
     d["paper"] = a.paper;
     d["doc"] = a.doc;
     d["options"] = options;
-    d["takes_seed"] = a.takes_seed != 0;
     return d;
 }
 

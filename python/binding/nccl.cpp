@@ -155,7 +155,6 @@ class DeviceGroup {
 
 void bind_nccl(py::module_ &m) {
     using py::arg;
-    m.attr("nccl_least") = static_cast<int>(SID_NCCL_LEAST);
     py::class_<Nccl>(m, "Nccl")
         .def(py::init<const std::optional<string> &>(), arg("path") = py::none())
         .def_property_readonly("version", [](const Nccl &n) { return sid_nccl_version(n.get()); })

@@ -241,7 +241,6 @@ def loopback(
     carry: float = ...,
 ) -> tuple[bool, list[int], list[int]]: ...  # not finite?; bytes sent by each rank; of these, for control
 
-nccl_least: int
 
 class Nccl:
     """The NCCL library. Without a path it is the one already loaded, else the one that the loader finds."""
@@ -505,7 +504,6 @@ class AlgorithmInfo(TypedDict):
     paper: str
     doc: str
     options: list[OptionInfo]
-    takes_seed: bool  # accepts a plan to start from: the lists "seed_ends" and "seed_methods" in options
 
 class FusionDict(TypedDict):
     ends: list[int]

@@ -224,9 +224,6 @@ SHARES = pytest.mark.parametrize("one_in", [7, pytest.param(1, marks=pytest.mark
 
 def use(profile: Profile, path: Path) -> None:
     """All that is done with a profile."""
-    assert profile.table().encode()
-    assert make_profile().compare(profile) == [] or profile.compare(make_profile())
-    assert "\n".join(profile.compare(profile)) == ""
     profile.stale(**PRESENT, dense_ps=MS)
     profile.save(path)
     assert Profile.load(path) == profile
@@ -363,32 +360,6 @@ def test_a_stale_profile_says_why(now: dict[str, Any], words: str) -> None:
 def test_one_of_another_version_is_stale() -> None:
     why = make_profile(version="0.0.1").stale(**PRESENT)
     assert why == f"the profile was measured with version 0.0.1, now it is {_core.version}"
-
-
-def test_a_comparison_names_what_changed() -> None:
-    one = make_profile()
-    assert one.compare(make_profile(dense_ps=61 * MS)) == []  # within noise
-    dense, topk = one.methods
-    slower = replace(dense, exchange_curve=line(MS // 4, 16_000))
-    renamed = replace(topk, name="topk density=0.1")
-    other = make_profile(world=4, dense_ps=120 * MS, methods=[slower, renamed])
-    assert one.compare(other) == [
-        "world: 2 -> 4",
-        "plain DDP: 60.00 -> 120.00 ms (+100 %)",
-        "dense, exchange, 6 MB: 50.61 -> 100.98 ms (+100 %)",
-        "topk density=0.01: not measured any more",
-        "topk density=0.1: not measured before",
-    ]
-
-
-def test_the_table_holds_every_stage() -> None:
-    text = make_profile().table()
-    for words in ("2 ranks", "gloo", "60.00 ms a step", "21.00 ms", "1.50 of isolated", "latency", "6 MB"):
-        assert words in text
-    rows = [" ".join(row.split()) for row in text.splitlines()]
-    assert sum(row.startswith("dense ") for row in rows) == 2  # alone and contended
-    assert any(row.startswith("topk density=0.01 encode 0.0100 ms") for row in rows)
-    assert max(map(len, text.splitlines())) < 120
 
 
 def test_the_digest_knows_names_shapes_and_dtypes() -> None:

@@ -101,7 +101,6 @@ def test_a_profile(runs: int, tmp_path: Path) -> None:
 
     def use(path: Path) -> None:
         found = Profile.load(path)
-        found.table()
         found.instance()
         assert plain(found.plain()).items() >= plain(json.loads(path.read_text())).items()
         found.save(saved)

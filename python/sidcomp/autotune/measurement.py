@@ -21,7 +21,7 @@ from sidcomp.config.kinds import from_environment
 from sidcomp.config.settings import FEWER, Settings
 from sidcomp.errors import ParameterError, SetupError
 from sidcomp.planner.fusion import evaluate
-from sidcomp.planner.profile import Profile, model_digest
+from sidcomp.planner.profile import MOST_SLOWDOWN, Profile, model_digest, slowdown_permille
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.communicator import Exchange
@@ -34,7 +34,6 @@ logger = logging.getLogger("sidcomp")
 
 _PS = 1000  # picoseconds in a nanosecond
 _LARGE = 1 << 20  # elements of a group whose exchange is that of all large groups
-_MOST_STOLEN = 800  # the largest slowdown, per mille
 _SPANS = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}  # indices into a row of Observed.groups
 
 
@@ -282,9 +281,10 @@ def _slowdown(probed: probe.Measurement, longer: int, sizes: list[int], span: in
     """
     overlapped = sum(probed.methods[0].exchange_curve.at(size) for size in sizes[:-1]) // _PS
     if 20 * overlapped > span > 0:
-        return max(0, min(_MOST_STOLEN, 1000 * longer // min(overlapped, span + longer))) if longer > 0 else 0
-    slower = probed.contention.get("compute_permille", 1000)
-    return max(0, min(_MOST_STOLEN, 1000 - 1_000_000 // max(slower, 1)))
+        return (
+            max(0, min(MOST_SLOWDOWN, 1000 * longer // min(overlapped, span + longer))) if longer > 0 else 0
+        )
+    return slowdown_permille(probed.contention)
 
 
 def measurable(settings: Settings, index: int, world: int) -> probe.Candidate:

@@ -125,18 +125,27 @@ def codecs_of(texts: Sequence[str] | None) -> list[CodecSpec]:
 
 def settings_of(pairs: Sequence[str], option: str) -> dict[str, Any]:
     """["density=0.1", "values=f32"] as keyword arguments; raises ValueError, which begins with `option`."""
-    found: dict[str, Any] = {}
+    return {name: _number(value) for name, value in named(pairs, option).items()}
+
+
+def named(pairs: Sequence[str], option: str) -> dict[str, str]:
+    """["NAME=VALUE"] as a dictionary; raises ValueError, which begins with `option`."""
+    found: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not (name and equals and value):
             raise ValueError(f"{option}: {pair!r} is not NAME=VALUE")
         if name in found:
             raise ValueError(f"{option}: {name} is given twice")
-        try:
-            found[name] = float(value) if "." in value or "e" in value else int(value)
-        except ValueError:
-            found[name] = value
+        found[name] = value
     return found
+
+
+def _number(text: str) -> float | int | str:
+    try:
+        return float(text) if "." in text or "e" in text else int(text)
+    except ValueError:
+        return text
 
 
 def gbit_of(text: str) -> float:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sidcomp import core as _core
-from sidcomp.cli.common import Json, algorithm_names, option_names, refuse_plot
+from sidcomp.cli.common import Json, algorithm_names, named, option_names, refuse_plot
 from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError, SidcompError
 from sidcomp.planner import fusion, plan_plot
@@ -26,17 +26,11 @@ _OWN = set(inspect.signature(fusion.plan).parameters) - {"options"}
 
 def options_of(pairs: Sequence[str]) -> dict[str, Any]:
     """["groups=3", "method=topk"] as keyword arguments; raises ValueError."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not (name and equals and value):
-            raise ValueError(f"--option {pair!r} is not NAME=VALUE")
-        if name in options:
-            raise ValueError(f"--option {name} is given twice")
+    options = named(pairs, "--option")
+    for name in options:
         if name in _OWN:
             raise ValueError(f"--option {name}: no algorithm has such an option; --list shows all")
-        options[name] = int(value) if re.fullmatch(r"-?[0-9]+", value) else value
-    return options
+    return {name: int(v) if re.fullmatch(r"-?[0-9]+", v) else v for name, v in options.items()}
 
 
 def list_algorithms() -> str:

@@ -16,13 +16,13 @@ from sidcomp.planner import fusion
 from sidcomp.planner.cost_curve import Curve
 
 FORMAT = 1
-_SAME = 0.05  # a comparison omits smaller changes
 _DRIFT = 0.25  # a larger change of plain DDP's step makes a profile stale
-_STEPS = {"forward_ps": "forward", "compute_ps": "without communication", "dense_ps": "plain DDP"}
+_STEPS = ("forward_ps", "compute_ps", "dense_ps")
 _MOST = 2**53  # ps (2.5 hours) or bytes: planners add and multiply within 2^60
 _OPTIONAL = {"contention", "measured_s"}
 _TENSOR = {"name", "bytes", "bucket", "ready_ps", "kind"}
 _STAGES = ("encode", "exchange_curve", "decode", "contended")
+MOST_SLOWDOWN = 800  # per mille
 _CORRECTION = 16_000  # per mille: the largest correction of a cost by later observations
 
 
@@ -43,10 +43,6 @@ class Method:
     exchange_curve: Curve
     decode: Curve | None
     contended: Curve | None = None
-
-    def stages(self) -> dict[str, Curve]:
-        names = ("encode", "exchange_curve", "contended", "decode")
-        return {n.removesuffix("_curve"): c for n in names if (c := getattr(self, n)) is not None}
 
 
 @dataclass
@@ -81,11 +77,6 @@ class Profile:
     measured_s: float = 0.0
     version: str = _core.version
     format: int = FORMAT
-
-    @property
-    def total_bytes(self) -> int:
-        """The bytes of gradient of all tensors."""
-        return sum(t["bytes"] for t in self.tensors)
 
     # ---- as a file
 
@@ -182,50 +173,6 @@ class Profile:
             f"{_ms(dense_ps)} ms now: another network, or other work on the machine"
         )
 
-    def compare(self, other: "Profile") -> list[str]:
-        """One line for each difference in `other`. Differences of up to 5 % in a time do not count."""
-        lines = []
-        for name in ("version", "model", "world", "device", "backend", "threads"):
-            if (a := getattr(self, name)) != (b := getattr(other, name)):
-                lines.append(f"{name}: {a} -> {b}")
-        for name, what in _STEPS.items():
-            lines += _change(what, getattr(self, name), getattr(other, name))
-        theirs = {m.name: m for m in other.methods}
-        for m in self.methods:
-            if m.name not in theirs:
-                lines.append(f"{m.name}: not measured any more")
-                continue
-            stages = theirs.pop(m.name).stages()
-            for stage, curve in m.stages().items():
-                if stage in stages:
-                    for size in (0, self.total_bytes):
-                        what = f"{m.name}, {stage}, {format_bytes(size) if size else 'latency'}"
-                        lines += _change(what, curve.at(size), stages[stage].at(size))
-        return lines + [f"{name}: not measured before" for name in theirs]
-
-    def table(self) -> str:
-        """The costs of every candidate as text: ms at some sizes, error of the fit, spread."""
-        total = self.total_bytes
-        sizes = [0, *(s for s in (total // 256, total // 16, total) if s)]
-        heads = ["latency", *map(format_bytes, sizes[1:])]
-        rows = [["method", "stage", *heads, "fit", "spread"]]
-        for m in self.methods:
-            for stage, c in m.stages().items():
-                spread = "" if c.spread is None else f"{100 * c.spread:.1f} %"
-                times = [f"{_ms(c.at(s))} ms" for s in sizes]
-                rows.append([m.name, stage, *times, f"{100 * c.error:.1f} %", spread])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        text = [
-            f"{self.world} ranks, {self.backend}, {self.device}, threads {self.threads}; {len(self.tensors)} "
-            f"tensors, {format_bytes(total)}; measured in {self.measured_s:.1f} s",
-            f"plain DDP {_ms(self.dense_ps)} ms a step, without communication {_ms(self.compute_ps)} ms",
-        ]
-        for name, permille in self.contention.items():
-            text.append(f"{name.removesuffix('_permille')} overlapped: {permille / 1000:.2f} of isolated")
-        for row in rows:
-            text.append("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip())
-        return "\n".join(text)
-
     # ---- for the planners
 
     def instance(
@@ -282,6 +229,12 @@ class Profile:
         """The `ends` of a plan whose groups are DDP's buckets."""
         at = [t["bucket"] for t in self.tensors]
         return [*(i for i in range(1, len(at)) if at[i] != at[i - 1]), len(at)]
+
+
+def slowdown_permille(contention: Mapping[str, int]) -> int:
+    """The speed, in per mille, that computation loses beside an exchange. contention: that of a Profile."""
+    slower = contention.get("compute_permille", 1000)
+    return max(0, min(MOST_SLOWDOWN, 1000 - 1_000_000 // max(slower, 1)))
 
 
 def model_digest(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
@@ -362,13 +315,6 @@ def _unlike(where: str, names: list[str]) -> None:
         raise ArgumentError(f"{where} is empty")
     if (name := files.twice(names)) is not None:
         raise ArgumentError(f"{where} has {name!r} twice")
-
-
-def _change(what: str, before: int, now: int) -> list[str]:
-    if abs(now - before) <= _SAME * before:
-        return []
-    percent = f" ({100 * (now - before) / before:+.0f} %)" if before else ""
-    return [f"{what}: {_ms(before)} -> {_ms(now)} ms{percent}"]
 
 
 def _ms(ps: int) -> str:

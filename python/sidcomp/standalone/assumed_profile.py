@@ -6,12 +6,10 @@ from typing import Any
 
 from sidcomp.errors import ArgumentError
 from sidcomp.planner import fusion
-from sidcomp.planner.profile import Profile, model_digest
+from sidcomp.planner.profile import Profile, model_digest, slowdown_permille
 from sidcomp.standalone.estimate import BUCKET, instance_of
 from sidcomp.standalone.model_shapes import Model
 from sidcomp.standalone.simulation import Link
-
-_MOST_SLOWDOWN = 800  # per mille
 
 
 def assumed_profile(model: Model, step_ms: float, world: int, found: dict[str, Any]) -> Profile:
@@ -31,8 +29,6 @@ def assumed_profile(model: Model, step_ms: float, world: int, found: dict[str, A
         for t, at, bucket in zip(instance["tensors"], ready, bucket_of, strict=True)
         if t["bytes"]
     ]
-    slower = int(found["contention"].get("compute_permille", 1000))
-    slowdown = max(0, min(_MOST_SLOWDOWN, 1000 - 1_000_000 // max(slower, 1)))
     plain: dict[str, Any] = {
         "model": model_digest((p.name, p.shape, "float32") for p in model.parameters if p.elements),
         "world": world,
@@ -44,7 +40,7 @@ def assumed_profile(model: Model, step_ms: float, world: int, found: dict[str, A
         "compute_ps": round(step_ms * 1e9),
         "dense_ps": round(step_ms * 1e9),
         "methods": found["methods"],
-        "contention": {**found["contention"], "slowdown_permille": slowdown},
+        "contention": {**found["contention"], "slowdown_permille": slowdown_permille(found["contention"])},
         "measured_s": found["measured_s"],
     }
     header = {"version": Profile.version, "format": Profile.format}
