@@ -300,7 +300,7 @@ KNOWN: dict[str, set[str]] = {
 
 def test_the_choice_is_the_fastest_within_the_budget() -> None:
     chosen: dict[str, list[Way]] = {name: [] for name in OPTIMIZERS}
-    for budget in (0.1, 0.5, 2.0):
+    for budget in (0.1, 0.5, 6.0):
         found = predict(0.1, ranks=4, budget=budget)
         for name, way in found.choice.items():
             assert way is not None and way.loss[name].percent <= budget
@@ -312,9 +312,9 @@ def test_the_choice_is_the_fastest_within_the_budget() -> None:
                     assert not fits or other.step_ms > 0.96 * way.step_ms, (name, budget, other.name)
     assert [way.codec for way in chosen["SGD"]] == ["fp16", "topk", "topk"]
     assert [way.sends for way in chosen["SGD"]] == ["gradients", "updates", "updates"]
-    assert [way.every for way in chosen["Adam"]] == [1, 1, 32], "rarer exchanges cost 1.2 %"
-    assert chosen["Adam"][0].call.startswith('sidcomp.compress(module, optimizer, "topk", ratio=100, values=')
-    assert chosen["Adam"][2].call.endswith("every=32)")
+    assert [way.every for way in chosen["Adam"]] == [1, 1, 16], "rarer exchanges cost 3.9 %"
+    assert chosen["Adam"][0].call.startswith('sidcomp.compress(module, optimizer, "topk", density=0.084, ')
+    assert chosen["Adam"][2].call.endswith("every=16)")
 
 
 def test_where_communication_is_short_the_choice_is_plain_ddp_or_the_simplest() -> None:
@@ -345,7 +345,7 @@ def test_updates_take_what_can_be_computed_by_hand(every: int) -> None:
     found = predict(10, model, step_ms=step, ranks=4, compute=FREE, every=every, updates=own)
     *known, averaged, outer = found.local
     assert [way.every for way in known if way.name == "int8"] == [every]
-    assert [way.every for way in known if way.name == "int4"] == sorted({1, every})
+    assert {way.every for way in known if way.name == "int4"} == {1, 4, 13, every}
     (error,) = [way for way in known if "ratio=100 values=log2" in way.name]
     ring = 2 * 3 / 4 * 25_000_000 * 32 / 10e9 * 1e3 + 6 * 50e-3
     assert averaged.step_ms == pytest.approx(step + ring / every, rel=1e-3)
