@@ -241,7 +241,6 @@ def loopback(
     carry: float = ...,
 ) -> tuple[bool, list[int], list[int]]: ...  # not finite?; bytes sent by each rank; of these, for control
 
-
 class Nccl:
     """The NCCL library. Without a path it is the one already loaded, else the one that the loader finds."""
 

@@ -148,8 +148,8 @@ def test_compensation_is_the_mean_of_the_error() -> None:
 
 
 def test_a_payload_that_is_not_finite_leaves_the_compensation_finite() -> None:
-    """Sparse values travel as they are: only their sender says whether they are finite. What is not is written,
-    and no later step keeps it."""
+    """Sparse values travel as they are: only their sender says whether they are finite. What is not is
+    written, and no later step keeps it."""
     plan = _core.Plan("topk", "compensation", 100, "float32", {"density": 0.1})
     x = np.random.default_rng(3).normal(size=100).astype(np.float32)
     at = ref.Step(step=1, group=0)
