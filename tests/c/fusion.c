@@ -74,10 +74,10 @@ static void check_all(const tiny *t, kind k) {
         if (labels) { /* thinned and cut, its bound still holds */
             const sid_fuse_setting less[] = {{"thin_ps", 1 + best / 50}, {"work_limit", 1 + (int64_t)p.plan.work / 2}};
             for (int of = 0; of < 2; of++) { /* one method for all groups, or the best of each */
-                const planned *in_use = of ? &p : &seed, cut = plan_tiny(&t->in, a->name, less, 2, in_use);
-                check_plan(t, "ldp, thinned and cut", &cut, best);
-                CHECK(cut.plan.time_ps <= dense, "ldp, cut: slower than dense");
-                CHECK(cut.plan.time_ps <= in_use->plan.time_ps, "ldp, cut: slower than the plan in use");
+                const planned *in_use = of ? &p : &seed, early = plan_tiny(&t->in, a->name, less, 2, in_use);
+                check_plan(t, "ldp, thinned and cut", &early, best);
+                CHECK(early.plan.time_ps <= dense, "ldp, cut: slower than dense");
+                CHECK(early.plan.time_ps <= in_use->plan.time_ps, "ldp, cut: slower than the plan in use");
             }
         }
     }
