@@ -81,7 +81,8 @@ class Training:
         profiling._TURNS = how.pop("turns", profiling._TURNS)
         clock.set_costs(slow or {})
         ddp_arguments = how.pop("ddp", {"bucket_cap_mb": 0.08})
-        how.setdefault("warmup", 2)
+        if how.get("codec", "auto") == "auto":
+            how.setdefault("warmup", 2)
         self.ddp = DistributedDataParallel(MODELS[model](), **ddp_arguments)
         if how.pop("by_test", slow is not None):
             clock.install()

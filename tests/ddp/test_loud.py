@@ -899,6 +899,7 @@ class Run:
         self.module = layers()
         self.optimizer = OPTIMIZERS[kind](self.module.parameters())
         self.state, self.door, self.model = own, door, self.module
+        self.updates: Any = None
 
     def begin(self) -> None:
         if self.state is None:
@@ -909,7 +910,7 @@ class Run:
             if self.door == "follow":
                 self.state.follow(self.optimizer)
         else:
-            updates(self.door, self.module, self.optimizer, self.state, every=1)
+            self.updates = updates(self.door, self.module, self.optimizer, self.state, every=1)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -971,6 +972,8 @@ def resumed(rank: int, world: int, door: Any, kind: str) -> dict[str, list[str]]
     say("nothing is kept", load, codec="none")
     again = say("resumed again", load)
     assert again.state is not None
+    if again.updates is not None:
+        again.updates.close()
     again.state.close()
     say("a second State", take_over)
     return told
