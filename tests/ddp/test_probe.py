@@ -114,10 +114,12 @@ def test_what_messages_take_is_the_exchanges_cost(rank: int, world: int) -> None
     point_to_point.post = paced
     (choice,) = ExchangeChoice.parse(["twoshot"], {})
     m = measure([probe.Candidate("topk", choice=choice)], 2**14, budget_s=3.0).methods[1]
-    late = {stage: curve.at(2**14) for stage, curve in m.stages().items()}
-    assert late["exchange"] >= 35 * 10**9  # two rounds
-    assert late.get("contended", 10**12) >= 35 * 10**9  # a busy machine has no time for it
-    assert late["encode"] + late["decode"] < late["exchange"]
+    encode, exchange, decode = (
+        curve.at(2**14) for curve in (m.encode, m.exchange_curve, m.decode) if curve is not None
+    )
+    assert exchange >= 35 * 10**9  # two rounds
+    assert m.contended is None or m.contended.at(2**14) >= 35 * 10**9  # a busy machine has no time for it
+    assert encode + decode < exchange
 
 
 def slow_encode(rank: int, world: int) -> list[int]:
@@ -197,7 +199,6 @@ def test_a_measured_profile_is_saved_and_planned_from(tmp_path: Path) -> None:
     assert [m["name"] for m in one["methods"]] == ["dense", "topk density=0.01", "fp16"]
     plan = {"ends": [2, 4], "methods": [1, 0]}
     assert sidcomp.planner.evaluate(one, plan)["time_ps"] > 3 * 10**9
-    assert all(m.name in profile.table() for m in profile.methods)
 
 
 # ---- the budget --------------------------------------------------------------------------------------------
