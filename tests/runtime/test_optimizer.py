@@ -61,9 +61,8 @@ def test_an_optimizer_without_momentum_is_fine(
 def test_memories_that_leave_momentum_to_the_optimizer(memory: str, caplog: pytest.LogCaptureFixture) -> None:
     state = sidcomp.State("int8", memory=memory)
     with caplog.at_level(logging.WARNING, "sidcomp"):
-        optimizer_check.check(
-            state.settings, optimizer(SGD, momentum=0.9, weight_decay=0.1), clip_grad_norm=1.0
-        )
+        optimizer_check.check(state.settings, optimizer(SGD, momentum=0.9, weight_decay=0.1))
+        optimizer_check.check_clip(state.settings, 1.0)
         optimizer_check.check(state.settings, optimizer(Adam))
     assert not caplog.records
 
@@ -95,9 +94,10 @@ def test_what_fights_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     def texts(memory: str, clip: float | None = None, **arguments: Any) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "sidcomp"):
-            optimizer_check.check(
-                sidcomp.State("topk", memory=memory).settings, optimizer(SGD, **arguments), clip
-            )
+            settings = sidcomp.State("topk", memory=memory).settings
+            optimizer_check.check(settings, optimizer(SGD, **arguments))
+            if clip is not None:
+                optimizer_check.check_clip(settings, clip)
         return [r.getMessage() for r in caplog.records]
 
     assert len(found := texts("dgc", clip=0.25)) == 1

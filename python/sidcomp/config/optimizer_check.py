@@ -12,13 +12,10 @@ if TYPE_CHECKING:
     from sidcomp.config.settings import Settings
 
 
-def check(
-    settings: "Settings", optimizer: "Optimizer", clip_grad_norm: float | None = None, rank: int = 0
-) -> None:
+def check(settings: "Settings", optimizer: "Optimizer", rank: int = 0) -> None:
     """Raises SetupError if the optimizer would apply momentum a second time; the text says what to change.
-    Logs a warning for Adam with a sparse codec, and for weight decay or clipping after a memory that holds a
-    velocity. clip_grad_norm: the max_norm that the program clips at; None: it does not. rank: only rank 0
-    logs."""
+    Logs a warning for Adam with a sparse codec, and for weight decay after a memory that holds a velocity.
+    rank: only rank 0 logs."""
     memory = settings.candidates[0].memory
     kind = type(optimizer).__name__
     sparse = sorted(
@@ -50,8 +47,6 @@ def check(
             "optimizer's own momentum",
             rank,
         )
-    if clip_grad_norm is not None:
-        check_clip(settings, clip_grad_norm, rank)
 
 
 def check_clip(settings: "Settings", max_norm: float, rank: int = 0) -> None:
