@@ -161,8 +161,8 @@ typedef struct sid_codec {
 #define SID_STAGES(plan_, begin_, tile_, finish_, keep_, none_, check_, open_, decode_)                                \
     .plan = plan_, .begin = begin_, .tile = tile_, .finish = finish_, .keep = keep_, .none = none_, .check = check_,   \
     .open = open_, .decode = decode_
-static inline void sid_no_rule(sid_rule *rule) { *rule = (sid_rule){0}; } /* none */
-static inline void sid_no_cursors(sid_gather *g) { (void)g; }             /* open */
+static inline void sid_no_rule(sid_rule *rule) { memset(rule, 0, sizeof *rule); } /* none */
+static inline void sid_no_cursors(sid_gather *g) { (void)g; }                     /* open */
 
 /* ---- memory --------------------------------------------------------------------------------------------------- */
 typedef struct sid_memory {

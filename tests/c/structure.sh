@@ -104,6 +104,11 @@ none 'the core has a global that changes' \
 none 'asks the processor in a step: an exchange has x->simd, a plan p->simd' \
     bash -c 'grep -nE "sid_simd_for\(" csrc/codec/* csrc/memory/* csrc/exchange/* csrc/core/{encode,decode,vectors}.c |
              grep -v "^csrc/exchange/make.c:[0-9]*: *x->simd = "'
+# nvcc compiles them by the host's compiler, which has its own opinion of {0}
+none 'a header of csrc/ that cuda/ includes is no C++' bash -c '
+    grep -hoE "^#include \"[a-z_/]+\.h\"" "$@" | sort -u |
+        while IFS=\" read -r start name; do for path in csrc/$name $(echo csrc/*/$name); do [ -e $path ] && echo "#include \"$path\""; done; done |
+        ${CXX:-c++} -std=c++17 -I. -Icsrc -fsyntax-only -Wall -Wextra -Werror -x c++ - 2>&1' _ cuda/*/*.cu*
 none 'a device call waits for the host' \
     grep -rnE 'cuda(DeviceSynchronize|StreamSynchronize|EventSynchronize|Malloc|Free|Memcpy)\(' cuda --include=*.cu --include=*.cuh
 
