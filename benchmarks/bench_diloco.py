@@ -12,10 +12,11 @@ a tenth.
 
 Tuning: each of plain DDP, DiLoCo on one rank and DiLoCo on four takes the best of inner rates a factor of two
 apart, widened until the best is not at an edge. DiLoCo's outer rates are 0.2, 0.4, 0.6, 0.8 and 1, with
-Nesterov momentum 0.9, and its inner rates are tried at the best of these. Beside them stands what the scaling
-laws of DiLoCo's authors (arXiv:2503.09799) predict for this size. sidcomp's rows take plain DDP's rate: they
-are not tuned. Tuning takes seed 0; the rows are the mean of --seeds. A second measure: each result is then
-trained on as one process, on C++ (the headers of torch), and compared again.
+Nesterov momentum 0.9, and its inner rates are tried at the best of these. SparseLoCo takes plain DDP's inner
+rate and the best of three outer rates. Beside DiLoCo stands what the scaling laws of its authors
+(arXiv:2503.09799) predict for this size. sidcomp's rows take plain DDP's rate: they are not tuned. Tuning
+takes seed 0; the rows are the mean of --seeds. A second measure: each result is then trained on as one
+process, on C++ (the headers of torch), and compared again.
 
 With --save each run is written as it ends to benchmarks/results/diloco-WIDTH.json.
 """
@@ -41,7 +42,6 @@ from torch.nn import functional as F
 from benchmarks.common import RESULTS, command, machine, report, side_by_side, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from flags import computes_in_bfloat16
 from tasks import GPTModel
 
 LAYERS, HEADS, TIME, STREAMS = 2, 2, 64, 16
@@ -165,9 +165,8 @@ class Data:
         self.held = text.held[starts[:, None] + torch.arange(TIME + 1)].chunk(world)[rank]
 
     def loss(self, model: torch.nn.Module, x: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=computes_in_bfloat16("cpu")):
-            logits, _ = model(x[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten().long(), reduction=reduction)
+        logits, _ = model(x[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten().long(), reduction=reduction)
 
     def held_out(self, model: torch.nn.Module) -> torch.Tensor:
         """The sum over this rank's windows, in nats."""
@@ -254,16 +253,11 @@ class Runs:
         self.width, self.save = width, save
         self.file = RESULTS / f"diloco-{width}.json"
         self.steps = 20 * size(width) // (STREAMS * TIME)
-        self.record: dict[str, Any] = {
-            "steps": self.steps,
-            "bfloat16": computes_in_bfloat16("cpu"),
-            "found": {},
-        }
+        self.record: dict[str, Any] = {"steps": self.steps, "found": {}}
         if save and self.file.exists():
             kept = json.loads(self.file.read_text())
-            for name in ("steps", "bfloat16"):
-                if kept[name] != self.record[name]:
-                    raise ValueError(f"{self.file.name} has {name} {kept[name]}, not {self.record[name]}")
+            if kept["steps"] != self.steps:
+                raise ValueError(f"{self.file.name} has {kept['steps']} steps, not {self.steps}")
             self.record = kept
         self.found: dict[str, dict[str, float]] = self.record["found"]
         self.tuned: dict[str, Cell] = {}
@@ -322,18 +316,22 @@ def diloco(runs: Runs, plain: Cell, ranks: int, inner: bool) -> Iterator[list[Ce
     runs.tuned[str(like)] = runs.best([best._replace(inner=rate) for rate in near])
 
 
+def sparses(plain: Cell, ranks: int) -> list[Cell]:
+    return [Cell(SPARSE, ranks, plain.inner, rate) for rate in OF_SPARSE]
+
+
 def shown(runs: Runs, table: str, ranks: list[int]) -> list[Cell]:
     """The rows of seed 0."""
     plain, most = runs.tuned[PLAIN], ranks[-1]
-    sparses = [Cell(SPARSE, most, plain.inner, rate) for rate in OF_SPARSE]
+    sparse = runs.best(sparses(plain, most))
     if table == "ablation":
-        return [plain, *(runs.best(sparses)._replace(way=way) for way in ABLATION)]
+        return [plain, *(sparse._replace(way=way) for way in ABLATION)]
     if table == "muon":
         own = runs.tuned[PLAIN + MUON]
         ours = [Cell(way + MUON, most, own.inner) for way in OURS]
         return [plain, own, runs.tuned[str(Cell(DILOCO + MUON, most, own.inner))], *ours]
     tuned = [runs.tuned[str(Cell(DILOCO, world, plain.inner))] for world in ranks]
-    return [plain, *tuned, *(Cell(way, most, plain.inner) for way in OURS), *sparses]
+    return [plain, *tuned, *(Cell(way, most, plain.inner) for way in OURS), sparse]
 
 
 def plan(runs: Runs, ranks: list[int], seeds: int, tables: list[str]) -> Iterator[list[Cell]]:
@@ -345,6 +343,7 @@ def plan(runs: Runs, ranks: list[int], seeds: int, tables: list[str]) -> Iterato
             plain = runs.tuned[like.way] = runs.best([like._replace(inner=rate) for rate in inner])
             for world in ranks if table == "rows" else ranks[-1:]:
                 yield from diloco(runs, plain, world, table == "rows")
+        yield [x for x in sparses(runs.tuned[PLAIN], ranks[-1]) if runs.loss(x) is None]
         cells = shown(runs, table, ranks)
         every = [cell._replace(seed=seed) for seed in range(seeds) for cell in cells]
         yield [cell for cell in every if runs.loss(cell) is None]
@@ -415,9 +414,9 @@ def main(argv: list[str] | None = None) -> int:
             cells = cells[len(now) :]
     note = (
         f"{size(args.width):,} parameters without embeddings, {runs.steps:,} steps of {STREAMS} x {TIME} "
-        f"bytes, 20 a parameter, in {'bfloat16' if runs.record['bfloat16'] else 'float32'}. Every {EVERY} "
-        "steps: DiLoCo and SparseLoCo. Law: arXiv:2503.09799 for this size. Over plain DDP: the mean of what "
-        f"each seed loses. {len(runs.found)} runs, of which tuning took those of seed 0."
+        f"bytes, 20 a parameter. Every {EVERY} steps: DiLoCo and SparseLoCo. Law: arXiv:2503.09799 for this "
+        "size. Over plain DDP: the mean of what each seed loses. "
+        f"{len(runs.found)} runs, of which tuning took those of seed 0."
     )
     made = {name: rows(runs, name, args.ranks, args.seeds) for name in tables}
     for name, table in made.items():

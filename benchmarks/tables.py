@@ -399,13 +399,7 @@ def low_communication() -> list[Row]:
         "each seed": "each seed", "law": "law", "trained further": "trained further",
         "replicas apart": "replicas apart",
     }  # fmt: skip
-    out = []
-    for row in record(DILOCO)["rows"]:
-        cells = {title: row[name] for name, title in columns.items()}
-        if row["way"] == "SparseLoCo":
-            cells[""] = f"SparseLoCo, outer rate {row['inner, outer rate'].split(', ')[1]}"
-        out.append(cells)
-    return out
+    return [{title: row[name] for name, title in columns.items()} for row in record(DILOCO)["rows"]]
 
 
 @table
@@ -414,7 +408,8 @@ def diloco_tuning() -> list[Row]:
     out: dict[tuple[str, str, str], Row] = {}
     for name, of in record(DILOCO)["found"].items():
         m = re.fullmatch(
-            r"(plain DDP|DiLoCo)(?:, (\d+) ranks)?, rate ([\d.]+)(?:, outer ([\d.]+))?, seed 0", name
+            r"(plain DDP|DiLoCo|SparseLoCo)(?:, (\d+) ranks)?, rate ([\d.]+)(?:, outer ([\d.]+))?, seed 0",
+            name,
         )
         if m:
             way, ranks, inner, outer = m.groups(default="")
@@ -425,8 +420,8 @@ def diloco_tuning() -> list[Row]:
     return [{head: out[key].get(head, "") for head in heads} for key in sorted(out, key=order)]
 
 
-def order(key: tuple[str, str, str]) -> tuple[int, float]:
-    return int(key[1] or 0), float(key[2])
+def order(key: tuple[str, str, str]) -> tuple[int, str, float]:
+    return int(key[1] or 0), key[0], float(key[2])
 
 
 # ---- the codecs, more ranks, the planner, Marsit -------------------------------------------------
