@@ -681,9 +681,9 @@ struct waiting { /* the states of one stream, and its next word; at 0: it has no
  * mean may not, is left out, and the function returns true in that thread. The caller then calls it again with MEANS,
  * which sums in float64 and writes only those. fill: a payload says that the step is not finite, so NaN is written
  * everywhere. room: a `waiting` for each payload of each block. */
-template <bool MEANS, class Memory>
+template <bool MEANS>
 __device__ inline bool add_streams(const sid_group &g, const sid_vectors &vectors, const sid_payloads &p,
-                                   const Memory &memory, const deadzone_form &f, const sharing &by, waiting *room,
+                                   const sid_kept &memory, const deadzone_form &f, const sharing &by, waiting *room,
                                    bool fill) {
     SID_DYNAMIC_SHARED(uint4, shared);
     const bool several = p.count > by.payloads;
@@ -805,7 +805,7 @@ __device__ inline bool add_streams(const sid_group &g, const sid_vectors &vector
                         x[c] = fill                                    ? sid_bits_f32(0x7fc00000u)
                                : MEANS && sid_key(x[c]) >= SID_KEY_INF ? sid_mean(wide[c], p.scale)
                                                                        : x[c];
-                    if (fill && Memory::VECTORS)
+                    if (fill && memory.vectors)
                         sid_undo(memory, g, s, vectors, i, count);
                     else if (!fill && memory.receives)
                         sid_receive(memory, vectors, s.at + i, count, x);
@@ -821,13 +821,12 @@ __device__ inline bool add_streams(const sid_group &g, const sid_vectors &vector
     return leaves;
 }
 
-template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
     sid_deadzone_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
-                               sid_payloads p, Memory memory, deadzone_form f, sharing by, waiting *room) {
+                               sid_payloads p, sid_kept memory, deadzone_form f, sharing by, waiting *room) {
     sid_follow();
     if (!scratch->go) return;
-    if (Memory::VECTORS) memory.begin(state);
+    memory.begin(state);
     const bool leaves = add_streams<false>(g, vectors, p, memory, f, by, room, scratch->nonfinite);
     if (__syncthreads_or(leaves)) add_streams<true>(g, vectors, p, memory, f, by, room, false);
 }
@@ -913,10 +912,11 @@ sid_status decode(sid_cuda_decoding &c) {
     const uint64_t pieces = (streams + by.streams - 1) / by.streams,
                    waits = (work(plan) - found_bytes) / (sizeof(waiting) * p.count),
                    most = p.count > by.payloads && waits < pieces ? waits : pieces;
-    return sid_with_memory_of(c, [&](auto memory) {
-        return sid_launch(c.to, "decode", sid_deadzone_decode_kernel<decltype(memory)>, sid_blocks(c.to, most, 16),
-                          by.block, by.shared, c.group, c.scratch, c.state, vectors, p, memory, f, by, room);
-    });
+    sid_kept memory;
+    s = sid_kept_of(c, &memory);
+    return s ? s
+             : sid_launch(c.to, "decode", sid_deadzone_decode_kernel, sid_blocks(c.to, most, 16), by.block, by.shared,
+                          c.group, c.scratch, c.state, vectors, p, memory, f, by, room);
 }
 
 } // namespace

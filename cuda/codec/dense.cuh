@@ -411,8 +411,8 @@ enum {
 /* The tiles of this warp in which a sum has overflowed, once more: what is not finite of them is averaged in float64, payload by
  * payload. Rare, so it adds up all payloads again for each row, which takes fewer registers, and is a call: in the kernel itself it
  * would make the decode's loop spill. By value, because an address would keep the arguments out of the constant bank. */
-template <class Memory, class Body>
-__device__ __noinline__ void sid_dense_means(sid_group g, sid_vectors vectors, sid_payloads p, Memory memory,
+template <class Body>
+__device__ __noinline__ void sid_dense_means(sid_group g, sid_vectors vectors, sid_payloads p, sid_kept memory,
                                              Body body) {
     const uint64_t tiles = sid_tiles(g.n);
 #pragma unroll 1
@@ -456,14 +456,14 @@ __device__ __noinline__ void sid_dense_means(sid_group g, sid_vectors vectors, s
     }
 }
 
-template <class Memory, class Body>
+template <class Body>
 __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
     sid_dense_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
-                            sid_payloads p, Memory memory, Body body) {
+                            sid_payloads p, sid_kept memory, Body body) {
     sid_follow();
     __shared__ bool over[SID_WARPS]; /* the warp has left a tile whose sum overflows */
     if (!scratch->go) return;
-    if (Memory::VECTORS) memory.begin(state);
+    memory.begin(state);
     if (sid_lane() == 0) over[sid_warp()] = false;
     const bool fill = scratch->nonfinite;
     const uint64_t tiles = sid_tiles(g.n);
@@ -481,7 +481,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
         } else
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++) x[r][0] = x[r][1] = x[r][2] = x[r][3] = sid_bits_f32(0x7fc00000u);
-        if (Memory::VECTORS && fill)
+        if (memory.vectors && fill)
 #pragma unroll 1
             for (uint32_t i = sid_place(0); i < s.len; i += SID_ROW)
                 sid_undo(memory, g, s, vectors, i, sid_count4(s.len, i));
@@ -531,11 +531,12 @@ template <class Body, typename F> sid_status sid_dense_decode(sid_cuda_decoding 
     const sid_vectors vectors = sid_vectors_of(c.plan, c.state);
     sid_status s = sid_dense_check(c, p, body, more);
     if (s || c.part == SID_CHECK) return s;
-    return sid_with_memory_of(c, [&](auto memory) {
-        return sid_launch(c.to, "decode", sid_dense_decode_kernel<decltype(memory), Body>,
+    sid_kept memory;
+    s = sid_kept_of(c, &memory);
+    return s ? s
+             : sid_launch(c.to, "decode", sid_dense_decode_kernel<Body>,
                           sid_blocks(c.to, sid_chunks(p.n), SID_DENSE_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
                           c.state, vectors, p, memory, body);
-    });
 }
 
 template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body) {

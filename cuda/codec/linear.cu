@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
     if (look.bad) scratch->nonfinite = 1; /* every writer writes the same */
 }
 
-template <class Memory> struct decoder {
-    const Memory &memory;
+struct decoder {
+    const sid_kept &memory;
     const sid_group &g;
     const bodies &b;
     const sid_vectors &vectors;
@@ -227,16 +227,14 @@ template <class Memory> struct decoder {
     }
 };
 
-template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
-    sid_decode_kernel(sid_group g, const sid_scratch *scratch, bodies b, sid_vectors vectors, Memory memory,
+    sid_decode_kernel(sid_group g, const sid_scratch *scratch, bodies b, sid_vectors vectors, sid_kept memory,
                       const sid_state *state, sid_cuda_report *report) {
     sid_follow();
     if (!scratch->go) return;
-    if (Memory::VECTORS) memory.begin(state);
-    const bool aligned = quick(b), undo = Memory::VECTORS && scratch->nonfinite;
-    decoder<Memory> decode = {memory, g,    b, vectors, sid_linear_factor(*(const sid_header *)b.payloads, b.scale),
-                              undo,   false};
+    memory.begin(state);
+    const bool aligned = quick(b), undo = memory.vectors && scratch->nonfinite;
+    decoder decode = {memory, g, b, vectors, sid_linear_factor(*(const sid_header *)b.payloads, b.scale), undo, false};
     const auto one = [&](uint64_t tile) {
         const sid_span s = sid_span_of(g, tile);
         if (aligned && s.base && !undo)
@@ -260,10 +258,11 @@ sid_status decode(sid_cuda_decoding &c) {
     if (!s && looks) s = sid_launch(c.to, "look", sid_look_kernel, grid, SID_BLOCK, 0, c.scratch, b, p->n);
     if (!s) s = sid_linear_check(c, p->n, found, looks, linear_form_of(p).draws);
     if (s || c.part == SID_CHECK) return s;
-    return sid_with_memory_of(c, [&](auto memory) {
-        return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,
-                          b, vectors, memory, c.state, c.report);
-    });
+    sid_kept memory;
+    s = sid_kept_of(c, &memory);
+    return s ? s
+             : sid_launch(c.to, "decode", sid_decode_kernel, grid, SID_BLOCK, 0, c.group, c.scratch, b, vectors, memory,
+                          c.state, c.report);
 }
 
 uint64_t work(const sid_plan *) { return sid_covered_work(); }

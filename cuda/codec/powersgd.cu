@@ -867,14 +867,14 @@ struct bodies {
 
 /* One task of the output: 32 rows of 32 columns, a lane each, DEEP rows at a time. Adds the payloads' P Q^T, or their
  * vectors, and writes the mean; or, with `looks`, only says whether it is finite. */
-template <class Memory> struct writer {
+struct writer {
     enum {
         DEEP = 8
     };
     const sid_group &g;
     const bodies &b;
     const sid_vectors &vectors;
-    const Memory &memory;
+    const sid_kept &memory;
     const factors f;
     float *stage;           /* this warp's shared memory: DEEP rows of P, column k from k * DEEP on */
     const float factor;     /* what a sum is to be multiplied by (sid_linear_factor) */
@@ -926,17 +926,21 @@ template <class Memory> struct writer {
                 if (looks) continue;
                 const float y = x[i] * factor;
                 char *const to = place_of<QUICK>(g, f, base, offset);
-                if (Memory::VECTORS && (undo || memory.receives)) {
-                    float one[Memory::VECTORS + 1];
+                if (undo || memory.receives) {
+                    float one[sid_kept::MOST] = {};
                     float *const vec = vectors.first + ((uint64_t)f.start + offset);
-                    for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m * vectors.stride];
+#pragma unroll
+                    for (uint32_t m = 0; m < sid_kept::MOST; m++)
+                        if (m < memory.vectors) one[m] = vec[m * vectors.stride];
                     if (undo) {
                         const float raw = sid_load1(to, g.dtype);
                         memory.undo(one, sid_key(raw) < SID_KEY_INF ? raw : 0.0f);
                     } else {
                         memory.received(one, y);
                     }
-                    for (int m = 0; m < Memory::VECTORS; m++) vec[m * vectors.stride] = one[m];
+#pragma unroll
+                    for (uint32_t m = 0; m < sid_kept::MOST; m++)
+                        if (m < memory.vectors) vec[m * vectors.stride] = one[m];
                 }
                 sid_store1(to, g.dtype, y);
             }
@@ -946,16 +950,15 @@ template <class Memory> struct writer {
 
 /* Writes the group. looks: runs before the check and writes nothing, but sets scratch->nonfinite, because sums of
  * several finite payloads may overflow, and a memory must know before the gradient is overwritten. */
-template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, OUT_BLOCKS)
-    sid_power_output_kernel(sid_group g, sid_scratch *scratch, bodies b, sid_vectors vectors, Memory memory,
+    sid_power_output_kernel(sid_group g, sid_scratch *scratch, bodies b, sid_vectors vectors, sid_kept memory,
                             const sid_state *state, sid_cuda_report *report, power c, bool looks) {
     sid_follow();
     __shared__ float4 stage[SID_WARPS][POWER_RANK * 8 / SID_QUAD];
     if (!scratch->ready || (!looks && !scratch->go)) return;
-    if (Memory::VECTORS) memory.begin(state);
+    memory.begin(state);
     const float factor = sid_linear_factor(*(const sid_header *)b.payloads, b.scale);
-    const bool undo = !looks && Memory::VECTORS && scratch->nonfinite;
+    const bool undo = !looks && memory.vectors && scratch->nonfinite;
     bool bad = false;
 #pragma unroll 1
     for (uint64_t task = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); task < c.tasks;
@@ -965,7 +968,7 @@ __global__ void __launch_bounds__(SID_BLOCK, OUT_BLOCKS)
         const uint32_t first = number / strips * OUT_ROWS, from = number % strips * STRIP_COLS;
         const uint32_t end = f.rows - first < OUT_ROWS ? f.rows : first + OUT_ROWS;
         const uint32_t to = f.cols - from < STRIP_COLS ? f.cols : from + STRIP_COLS;
-        writer<Memory> w = {g, b, vectors, memory, f, (float *)stage[sid_warp()], factor, looks, undo, false};
+        writer w = {g, b, vectors, memory, f, (float *)stage[sid_warp()], factor, looks, undo, false};
         if (const char *base = base_of(g, f, first, from, end, to))
             w.template rows<true>(from + sid_lane(), first, end, base);
         else
@@ -973,7 +976,7 @@ __global__ void __launch_bounds__(SID_BLOCK, OUT_BLOCKS)
         bad |= w.bad;
     }
     if (bad && looks) scratch->nonfinite = 1; /* every writer writes the same */
-    if (bad && !looks && !Memory::VECTORS) report->nonfinite = 1;
+    if (bad && !looks && !memory.vectors) report->nonfinite = 1;
 }
 
 /* Keeps the mean Q, n floats, for the next step to begin with. */
@@ -998,17 +1001,19 @@ sid_status decode(sid_cuda_decoding &c) {
     x.table = w.table;
     x.count = e.count;
     x.tasks = e.out;
-    const auto run = [&](auto memory, bool looks) {
-        return sid_launch(c.to, "output", sid_power_output_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
-                          c.scratch, b, vectors, memory, c.state, c.report, x, looks);
+    const auto run = [&](const sid_kept &memory, bool looks) {
+        return sid_launch(c.to, "output", sid_power_output_kernel, grid, SID_BLOCK, 0, c.group, c.scratch, b, vectors,
+                          memory, c.state, c.report, x, looks);
     };
     sid_status s = sid_begin_decode(c, sizeof *c.scratch);
     if (!s) s = put_table(c.to, p, w.table);
     if (!s && c.state) s = look(c.to, c.payloads + SID_HEADER_BYTES, c.stride, c.count, p->k, &c.scratch->nonfinite);
-    if (!s && c.state && c.count > 1) s = run(sid_memory0(), true);
+    if (!s && c.state && c.count > 1) s = run(sid_kept(), true);
     if (!s) s = sid_linear_check(c, p->k, found, true);
     if (s || c.part == SID_CHECK) return s;
-    s = sid_with_memory_of(c, [&](auto memory) { return run(memory, false); });
+    sid_kept memory;
+    s = sid_kept_of(c, &memory);
+    if (!s) s = run(memory, false);
     if (s || !c.learner || !nq) return s;
     return sid_launch(c.to, "learn", sid_power_learn_kernel, sid_blocks(c.to, (nq + SID_BLOCK - 1) / SID_BLOCK, 4),
                       SID_BLOCK, 0, c.scratch, c.report, (const float *)(c.payloads + SID_HEADER_BYTES) + p->first,

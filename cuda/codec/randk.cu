@@ -379,9 +379,8 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
 /* Writes the quads of this block that the decode has left out because their sums overflow float32: averages them in
  * float64, payload by payload. This is rare, so it adds up all payloads again for each row, which takes no more
  * registers than the decode has. */
-template <class Memory>
 __device__ inline void sid_randk_means(choice &s, float4 (&held)[PART / SID_QUAD], const sid_group &g,
-                                       const sid_vectors &vectors, const sid_payloads &p, const Memory &memory,
+                                       const sid_vectors &vectors, const sid_payloads &p, const sid_kept &memory,
                                        const body &b) {
     const uint32_t from = sid_warp() % 2 * ROWS * SID_ROW + sid_lane() * SID_QUAD; /* of this thread in its tile */
     float4 *const mine = held + (sid_warp() / 2 * SID_TILE + from) / SID_QUAD;
@@ -429,18 +428,17 @@ __device__ inline void sid_randk_means(choice &s, float4 (&held)[PART / SID_QUAD
     }
 }
 
-template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     sid_randk_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
-                            sid_payloads p, Memory memory, body b, sid_cuda_report *report) {
+                            sid_payloads p, sid_kept memory, body b, sid_cuda_report *report) {
     sid_follow();
     __shared__ choice s;
     __shared__ bool over; /* a quad is left whose sum overflows */
     __shared__ float4 held[PART / SID_QUAD];
     float *const out = (float *)held;
     if (!scratch->go) return;
-    if (Memory::VECTORS) memory.begin(state);
-    const bool undo = Memory::VECTORS && scratch->nonfinite, fill = scratch->nonfinite && !b.linear;
+    memory.begin(state);
+    const bool undo = memory.vectors && scratch->nonfinite, fill = scratch->nonfinite && !b.linear;
     const float scale = b.linear ? sid_linear_factor(p.head(0), p.scale) : p.scale;
     const uint64_t parts = (g.n + PART - 1) / PART;
     bool bad = false;
@@ -504,10 +502,11 @@ sid_status decode(sid_cuda_decoding &c) {
     });
     if (s || c.part == SID_CHECK) return s;
     const sid_vectors vectors = sid_vectors_of(p, c.state);
-    return sid_with_memory_of(c, [&](auto memory) {
-        return sid_launch(c.to, "decode", sid_randk_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
-                          c.scratch, c.state, vectors, all, memory, b, c.report);
-    });
+    sid_kept memory;
+    s = sid_kept_of(c, &memory);
+    return s ? s
+             : sid_launch(c.to, "decode", sid_randk_decode_kernel, grid, SID_BLOCK, 0, c.group, c.scratch, c.state,
+                          vectors, all, memory, b, c.report);
 }
 
 } // namespace

@@ -610,9 +610,9 @@ struct block_entries {
  * payload. Rare, so it adds up all payloads again for each row, which takes no more registers than the decode has, and is a call:
  * in the kernel itself, or with its arguments by value, it would make the decode spill. Their addresses are those of the kernel's
  * constants. */
-template <class Memory, class Entries>
+template <class Entries>
 __device__ __noinline__ void sid_sparse_means(const sid_group &g, const payloads &p, const sid_vectors &vectors,
-                                              Memory own, uint64_t first, uint64_t last) {
+                                              sid_kept own, uint64_t first, uint64_t last) {
     SID_DYNAMIC_SHARED(float4, memory);
     float4 *const mine = memory + sid_warp() * (SID_TILE / SID_QUAD) + sid_lane();
 #pragma unroll 1
@@ -659,10 +659,10 @@ __device__ __noinline__ void sid_sparse_means(const sid_group &g, const payloads
     }
 }
 
-template <class Memory, class Entries>
+template <class Entries>
 __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
     sid_decode_kernel(const __grid_constant__ sid_group g, const sid_scratch *scratch,
-                      const __grid_constant__ payloads p, const __grid_constant__ sid_vectors vectors, Memory own,
+                      const __grid_constant__ payloads p, const __grid_constant__ sid_vectors vectors, sid_kept own,
                       const sid_state *state) {
     sid_follow();
     SID_DYNAMIC_SHARED(float4, memory);
@@ -670,7 +670,7 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
     float *out = (float *)memory;
     const Entries entries(p, out);
     if (!scratch->go) return;
-    if (Memory::VECTORS) own.begin(state);
+    own.begin(state);
     const bool fill = scratch->nonfinite;
     const uint64_t parts = (p.n + PART - 1) / PART;
     const uint64_t first = parts * blockIdx.x / gridDim.x, last = parts * (blockIdx.x + 1) / gridDim.x;
@@ -698,7 +698,7 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
                 }
                 if (fill) {
                     for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = sid_bits_f32(0x7fc00000u);
-                    if (Memory::VECTORS) sid_undo(own, g, s, vectors, i, count);
+                    if (own.vectors) sid_undo(own, g, s, vectors, i, count);
                 } else if (own.receives)
                     sid_receive(own, vectors, s.at + i, count, x);
                 if (s.base)
@@ -709,7 +709,7 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
         }
         __syncthreads(); /* before the next part adds up where this one was read */
     }
-    if (over) sid_sparse_means<Memory, Entries>(g, p, vectors, own, first, last);
+    if (over) sid_sparse_means<Entries>(g, p, vectors, own, first, last);
 }
 
 } // namespace
@@ -731,16 +731,15 @@ sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean, const blocks_form 
         s = sid_launch(c.to, "check", check_all, (uint64_t)each * c.count + 1, SID_BLOCK, 0, c.group, c.scratch, found,
                        all, each, sid_expect_of(c), c.gate, c.report, c.state);
     if (s || c.part == SID_CHECK) return s;
-    return sid_with_memory_of(c, [&](auto memory) {
-        const auto decode = [&](auto kernel, uint32_t cursors) {
-            return sid_launch(c.to, "decode", kernel, sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS),
-                              PART_BLOCK, (uint32_t)(PART * sizeof(float)) + cursors, c.group, c.scratch, all, vectors,
-                              memory, c.state);
-        };
-        if (all.b.packed)
-            return decode(sid_decode_kernel<decltype(memory), packed_entries>, packed_entries::bytes(c.count));
-        if (all.b.blocks)
-            return decode(sid_decode_kernel<decltype(memory), block_entries>, block_entries::bytes(c.count));
-        return decode(sid_decode_kernel<decltype(memory), plain_entries>, plain_entries::bytes(c.count));
-    });
+    sid_kept memory;
+    s = sid_kept_of(c, &memory);
+    if (s) return s;
+    const auto decode = [&](auto kernel, uint32_t cursors) {
+        return sid_launch(c.to, "decode", kernel, sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS), PART_BLOCK,
+                          (uint32_t)(PART * sizeof(float)) + cursors, c.group, c.scratch, all, vectors, memory,
+                          c.state);
+    };
+    if (all.b.packed) return decode(sid_decode_kernel<packed_entries>, packed_entries::bytes(c.count));
+    if (all.b.blocks) return decode(sid_decode_kernel<block_entries>, block_entries::bytes(c.count));
+    return decode(sid_decode_kernel<plain_entries>, plain_entries::bytes(c.count));
 }

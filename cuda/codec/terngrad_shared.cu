@@ -250,16 +250,14 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
     if (!finite) scratch->nonfinite = 1; /* every writer writes the same */
 }
 
-/* A memory of two vectors takes more registers than three blocks leave each. */
-template <class Memory>
-__global__ void __launch_bounds__(SID_BLOCK, Memory::VECTORS > 1 ? 2 : SID_DENSE_BLOCKS)
+__global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
     sid_ternary_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
-                              sid_payloads p, const float *units, Memory memory, sid_cuda_report *report) {
+                              sid_payloads p, const float *units, sid_kept memory, sid_cuda_report *report) {
     sid_follow();
     if (!scratch->go) return;
-    if (Memory::VECTORS) memory.begin(state);
+    memory.begin(state);
     const float factor = sid_linear_factor(p.head(0), p.scale);
-    const bool undo = Memory::VECTORS && scratch->nonfinite;
+    const bool undo = memory.vectors && scratch->nonfinite;
     bool finite = true;
 #pragma unroll 1
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);
@@ -281,7 +279,7 @@ __global__ void __launch_bounds__(SID_BLOCK, Memory::VECTORS > 1 ? 2 : SID_DENSE
                 sid_receive(memory, vectors, s.at + sid_place(r), sid_count4(s.len, sid_place(r)), x[r]);
         sid_put_tile(g, s, x);
     }
-    if (!finite && !Memory::VECTORS) report->nonfinite = 1; /* every writer writes the same */
+    if (!finite && !memory.vectors) report->nonfinite = 1; /* every writer writes the same */
 }
 
 sid_status decode(sid_cuda_decoding &c) {
@@ -297,10 +295,11 @@ sid_status decode(sid_cuda_decoding &c) {
                        (const float *)units);
     if (!s) s = sid_linear_check(c, p->n, found, true);
     if (s || c.part == SID_CHECK) return s;
-    return sid_with_memory_of(c, [&](auto memory) {
-        return sid_launch(c.to, "decode", sid_ternary_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
-                          c.scratch, c.state, sid_vectors_of(p, c.state), from, (const float *)units, memory, c.report);
-    });
+    sid_kept memory;
+    s = sid_kept_of(c, &memory);
+    return s ? s
+             : sid_launch(c.to, "decode", sid_ternary_decode_kernel, grid, SID_BLOCK, 0, c.group, c.scratch, c.state,
+                          sid_vectors_of(p, c.state), from, (const float *)units, memory, c.report);
 }
 
 uint64_t work(const sid_plan *p) {

@@ -1,6 +1,6 @@
 /* The memories on a device: the arithmetic of one element, and the choice between them. A memory is a template
- * parameter of a kernel, so that its vectors are in registers: a pass reads and writes each vector once, 8 bytes an
- * element. No kernel is here. */
+ * parameter of an encode's kernel, so that its vectors are in registers: a pass reads and writes each vector once, 8
+ * bytes an element. A decode seldom needs one, so there it is an argument. No kernel is here. */
 #ifndef SID_MEMORIES_CUH
 #define SID_MEMORIES_CUH
 
@@ -11,7 +11,7 @@
  *     begin      by every thread of a kernel: what the state has of it
  *     tile       vec[0] as it was stored, `kept` what the codec's rule left of it; returns acc
  *     undo       takes g out of vec again
- *     received   x is what the ranks made of the step */
+ *     received   x is what the ranks made of the step: of memories with `receives`, which have one vector */
 __device__ inline float sid_saturated(float x) {
     const float max = 3.402823466e38f;
     return x > max ? max : x < -max ? -max : x;
@@ -21,13 +21,11 @@ struct sid_memory0 { /* none */
     enum {
         VECTORS = 0
     };
-    bool keeps, receives;
+    bool keeps;
     sid_memory0 settling() const { return *this; }
     sid_memory0 carried(float) const { return *this; }
     __device__ void begin(const sid_state *) {}
     __device__ float tile(float *, float, float g) const { return g; }
-    __device__ void undo(float *, float) const {}
-    __device__ void received(float *, float) const {}
 };
 
 struct sid_memory1 { /* residual, momentum, compensation: acc = beta kept + gamma g. Weights of 1 change no bit */
@@ -61,12 +59,12 @@ struct sid_memory2 { /* dgc: vec[1] is the velocity */
     enum {
         VECTORS = 2
     };
-    bool keeps, receives;
+    bool keeps;
     bool masks, adds; /* adds: acc takes of the gradient besides */
     float momentum, of_u, factor, carry;
     /* where the state's factor is 0; -0 becomes 0 */
-    sid_memory2 settling() const { return {keeps, false, masks, true, 1, 0, 0, 1}; }
-    sid_memory2 carried(float by) const { return {keeps, receives, masks, adds, momentum, of_u, factor, by}; }
+    sid_memory2 settling() const { return {keeps, masks, true, 1, 0, 0, 1}; }
+    sid_memory2 carried(float by) const { return {keeps, masks, adds, momentum, of_u, factor, by}; }
     __device__ void begin(const sid_state *s) { factor = sid_factor_of(s); }
     __device__ float step(float u, float x) const { return adds ? sid_saturated(u * of_u + x) : u; }
     __device__ float tile(float *vec, float kept, float g) const {
@@ -79,8 +77,31 @@ struct sid_memory2 { /* dgc: vec[1] is the velocity */
         vec[0] = sid_saturated(vec[0] - step(u, x));
         vec[1] = momentum > 0 ? sid_saturated((u - x) / momentum) : 0.0f;
     }
-    __device__ void received(float *, float) const {}
 };
+
+/* Any of them as a decode meets it. */
+struct sid_kept {
+    enum {
+        MOST = 2
+    };
+    uint32_t vectors;
+    bool receives;
+    sid_memory1 one;
+    sid_memory2 two; /* with two vectors */
+    __device__ void begin(const sid_state *s) {
+        if (vectors > 1) two.begin(s);
+    }
+    __device__ void undo(float *vec, float g) const {
+        if (vectors > 1)
+            two.undo(vec, g);
+        else
+            one.undo(vec, g);
+    }
+    __device__ void received(float *vec, float x) const { one.received(vec, x); }
+};
+inline sid_kept sid_kept_of(const sid_memory0 &) { return {}; }
+inline sid_kept sid_kept_of(const sid_memory1 &m) { return {1, m.receives, m, {}}; }
+inline sid_kept sid_kept_of(const sid_memory2 &m) { return {2, false, {}, m}; }
 
 /* The memories of memories.def, in the words of this side. */
 namespace sid_memories {
@@ -93,7 +114,7 @@ enum { /* csrc/memory/: places in the parameter tables */
     CLIP
 };
 inline double clip(const sid_plan *p) { return p->memory_param[CLIP]; }
-inline sid_memory0 none(const sid_plan *) { return {false, false}; }
+inline sid_memory0 none(const sid_plan *) { return {false}; }
 inline sid_memory1 residual(const sid_plan *p) {
     return {true, false, false, (float)p->memory_param[BETA], (float)p->memory_param[GAMMA]};
 }
@@ -107,7 +128,7 @@ inline sid_memory2 dgc(const sid_plan *p) {
     const float m = (float)p->memory_param[MOMENTUM];
     const int form = (int)p->memory_param[NESTEROV];
     const bool masks = p->memory_param[MASKING] > 0 && p->codec->info.traits & SID_SPARSE;
-    return {true, false, masks, form != 0, m, form == 1 ? m : 1.0f, 1, 1};
+    return {true, masks, form != 0, m, form == 1 ? m : 1.0f, 1, 1};
 }
 } // namespace sid_memories
 
@@ -136,9 +157,16 @@ template <typename F> sid_status sid_with_memory_of(const sid_cuda_encoding &c, 
         return f(c.settles ? memory.settling() : memory.carried(sid_carry(&c.step)));
     });
 }
-/* And for a decode: without a state there is none. */
-template <typename F> sid_status sid_with_memory_of(const sid_cuda_decoding &c, F f) {
-    return c.state ? sid_with_memory(c.plan, c.to.err, f) : f(sid_memory0());
+inline sid_status sid_kept_of(const sid_plan *p, sid_error *err, sid_kept *kept) {
+    return sid_with_memory(p, err, [&](auto memory) {
+        *kept = sid_kept_of(memory);
+        return SID_OK;
+    });
+}
+/* For a decode: without a state there is none. */
+inline sid_status sid_kept_of(const sid_cuda_decoding &c, sid_kept *kept) {
+    *kept = {};
+    return c.state ? sid_kept_of(c.plan, c.to.err, kept) : SID_OK;
 }
 
 #endif

@@ -49,12 +49,13 @@ __device__ inline void sid_forget_all(uint8_t *state, uint64_t floats, const sid
 
 /* The kept vectors' four elements from i on. State begins at 64 bytes and tiles at multiples of 4 KiB, and the stride
  * has slack: a whole quad can always be moved, if its first element exists. */
+__device__ inline void sid_load_vector(const sid_vectors &v, uint32_t m, uint64_t i, float (&x)[SID_QUAD]) {
+    const float4 y = *(const float4 *)(v.first + v.origin + m * v.stride + i);
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+}
 template <class Memory>
 __device__ inline void sid_load_vectors(const sid_vectors &v, uint64_t i, float (&x)[Memory::VECTORS + 1][SID_QUAD]) {
-    for (int m = 0; m < Memory::VECTORS; m++) {
-        const float4 y = *(const float4 *)(v.first + v.origin + m * v.stride + i);
-        x[m][0] = y.x, x[m][1] = y.y, x[m][2] = y.z, x[m][3] = y.w;
-    }
+    for (int m = 0; m < Memory::VECTORS; m++) sid_load_vector(v, m, i, x[m]);
 }
 __device__ inline void sid_store_floats(float *p, uint32_t count, const float (&x)[SID_QUAD]) {
     if (count == SID_QUAD)
@@ -203,33 +204,34 @@ __global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
 
 /* Takes the gradient of elements i to i + count - 1 of a tile out of the memory again. A decoder calls it before it
  * overwrites them, if the step did not happen. */
-template <class Memory>
-__device__ inline void sid_undo(const Memory &memory, const sid_group &g, const sid_span &s, const sid_vectors &v,
+__device__ inline void sid_undo(const sid_kept &memory, const sid_group &g, const sid_span &s, const sid_vectors &v,
                                 uint32_t i, uint32_t count) {
-    float x[1][SID_QUAD], vec[Memory::VECTORS + 1][SID_QUAD];
+    float x[1][SID_QUAD], vec[sid_kept::MOST][SID_QUAD] = {};
     sid_get<false>(g, s, i, count, x);
-    sid_load_vectors<Memory>(v, s.at + i, vec);
+#pragma unroll
+    for (uint32_t m = 0; m < sid_kept::MOST; m++)
+        if (m < memory.vectors) sid_load_vector(v, m, s.at + i, vec[m]);
 #pragma unroll
     for (uint32_t c = 0; c < SID_QUAD; c++) {
-        float one[Memory::VECTORS + 1];
-        for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m][c];
+        float one[sid_kept::MOST] = {vec[0][c], vec[1][c]};
         memory.undo(one, sid_key(x[0][c]) < SID_KEY_INF ? x[0][c] : 0.0f);
-        for (int m = 0; m < Memory::VECTORS; m++) vec[m][c] = one[m];
+        vec[0][c] = one[0], vec[1][c] = one[1];
     }
-    for (int m = 0; m < Memory::VECTORS; m++) sid_store_floats(v.first + m * v.stride + s.at + i, count, vec[m]);
+#pragma unroll
+    for (uint32_t m = 0; m < sid_kept::MOST; m++)
+        if (m < memory.vectors) sid_store_floats(v.first + m * v.stride + s.at + i, count, vec[m]);
 }
 
 /* Shows a memory that learns from it (`memory.receives`) what the ranks made of elements i to i + count - 1: x,
  * scaled. */
-template <class Memory>
-__device__ inline void sid_receive(const Memory &memory, const sid_vectors &v, uint64_t i, uint32_t count,
+__device__ inline void sid_receive(const sid_kept &memory, const sid_vectors &v, uint64_t i, uint32_t count,
                                    const float (&x)[SID_QUAD]) {
-    float vec[Memory::VECTORS + 1][SID_QUAD];
+    float vec[SID_QUAD];
     if (!count) return;
-    sid_load_vectors<Memory>(v, i, vec);
+    sid_load_vector(v, 0, i, vec);
 #pragma unroll
-    for (uint32_t c = 0; c < SID_QUAD; c++) memory.received(&vec[0][c], x[c]);
-    if (Memory::VECTORS) sid_store_floats(v.first + i, count, vec[0]);
+    for (uint32_t c = 0; c < SID_QUAD; c++) memory.received(&vec[c], x[c]);
+    sid_store_floats(v.first + i, count, vec);
 }
 
 /* Says whether a sum of payloads may overflow although the mean is finite. The decode itself then takes the mean in

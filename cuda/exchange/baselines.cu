@@ -287,10 +287,9 @@ struct meanings {
     float of[256];
 };
 
-template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, BLOCKS)
     sid_counted_kernel(sid_group g, const sid_exchange_head *head, const uint8_t *counts, meanings all,
-                       sid_vectors vectors, Memory memory) {
+                       sid_vectors vectors, sid_kept memory) {
     sid_follow();
     __shared__ float meaning[256];
     if (head->fault.status) return;
@@ -361,13 +360,12 @@ sid_status finish_expand(sid_cuda_exchange_step &t) {
     p->codec->decide(p, all.of, 256, t.x->world);
     if (!s) s = sid_launch(t.to, "end", sid_counting_end_kernel, 1, SID_LANES, 0, t.head, t.report);
     if (!s) s = sid_enqueue_undo(t, SID_OWN, p, g, {t.state, 0, p->n}); /* while the segments hold the gradient */
-    if (s) return s;
-    return sid_with_memory(p, t.to.err, [&](auto memory) {
-        return sid_launch(t.to, "counted", sid_counted_kernel<decltype(memory)>,
-                          sid_blocks(t.to, sid_chunks(p->n), BLOCKS), SID_BLOCK, 0, g,
-                          (const sid_exchange_head *)t.head, (const uint8_t *)counts, all,
+    sid_kept memory;
+    if (!s) s = sid_kept_of(p, t.to.err, &memory);
+    return s ? s
+             : sid_launch(t.to, "counted", sid_counted_kernel, sid_blocks(t.to, sid_chunks(p->n), BLOCKS), SID_BLOCK, 0,
+                          g, (const sid_exchange_head *)t.head, (const uint8_t *)counts, all,
                           sid_vectors_of(p, (sid_state *)(void *)t.state), memory);
-    });
 }
 
 } // namespace

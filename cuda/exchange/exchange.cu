@@ -40,9 +40,8 @@ enum {
     UNDO_BLOCKS = 4 /* on a multiprocessor */
 };
 
-template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK) sid_undo_kernel(sid_group g, const sid_exchange_head *head, uint32_t what,
-                                                             sid_own_parts parts, sid_rule none, Memory memory) {
+                                                             sid_own_parts parts, sid_rule none, sid_kept memory) {
     sid_follow();
     if (!(head->undo & what)) return;
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);
@@ -188,13 +187,13 @@ sid_status sid_write_slices(const sid_cuda_exchange_step &t, const sid_cuda_slic
 sid_status sid_enqueue_undo(const sid_cuda_exchange_step &t, uint32_t what, const sid_plan *p, const sid_group &g,
                             const sid_own_parts &parts) {
     sid_rule none = {};
+    sid_kept memory;
     if (!p->memory->vectors || !g.n) return SID_OK;
     p->codec->none(&none);
-    return sid_with_memory(p, t.to.err, [&](auto memory) {
-        return sid_launch(t.to, "undo", sid_undo_kernel<decltype(memory)>,
-                          sid_blocks(t.to, sid_chunks(g.n), UNDO_BLOCKS), SID_BLOCK, 0, g,
-                          (const sid_exchange_head *)t.head, what, parts, none, memory);
-    });
+    const sid_status s = sid_kept_of(p, t.to.err, &memory);
+    return s ? s
+             : sid_launch(t.to, "undo", sid_undo_kernel, sid_blocks(t.to, sid_chunks(g.n), UNDO_BLOCKS), SID_BLOCK, 0,
+                          g, (const sid_exchange_head *)t.head, what, parts, none, memory);
 }
 
 sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
