@@ -9,6 +9,15 @@
 
 #include "sparse_form.cuh"
 
+/* Of a cooperative launch. */
+#ifdef SID_EMULATE
+inline void sid_grid_sync() { emulate::meet(emulate::GRID_BARRIER, 0, 0); }
+#else
+#define _CG_LIMIT_INCLUDED_DEPENDENCIES /* else it includes cuda::atomic, which takes longer to compile than this file */
+#include <cooperative_groups.h>
+__device__ inline void sid_grid_sync() { cooperative_groups::this_grid().sync(); }
+#endif
+
 /* The result of a selection (csrc/codec/sparse.h): the key of the rank-th largest, how many have a larger key, and how
  * many have this one. */
 struct sid_pick {

@@ -7,9 +7,7 @@
 #ifdef SID_EMULATE
 #include "emulate.h" /* tests/cuda: blocks of fibers on the CPU */
 #else
-#include <cooperative_groups.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+#include <cuda_runtime.h> /* and no other: with cuda_fp16.h and cooperative_groups.h a file is twice as long */
 #endif
 
 #include "map.h"
@@ -116,17 +114,12 @@ sid_status sid_launch(const sid_stream &to, sid_what what, void (*kernel)(P...),
     return sid_launch_as(false, to, what, kernel, grid, block, shared, args...);
 }
 
-/* All blocks at once, so that they can wait for one another (sid_grid_sync): no more of them than the device holds. */
+/* All blocks at once, so that they can wait for one another: no more of them than the device holds. */
 template <typename... P, typename... A>
 sid_status sid_launch_together(const sid_stream &to, sid_what what, void (*kernel)(P...), uint64_t grid, uint32_t block,
                                uint32_t shared, const A &...args) {
     return sid_launch_as(true, to, what, kernel, grid, block, shared, args...);
 }
-#ifdef SID_EMULATE
-inline void sid_grid_sync() { emulate::meet(emulate::GRID_BARRIER, 0, 0); }
-#else
-__device__ inline void sid_grid_sync() { cooperative_groups::this_grid().sync(); }
-#endif
 
 /* Blocks for `pieces` of work: each once, but no more than fill the device (a block then takes every grid-th piece). */
 inline uint64_t sid_blocks(const sid_stream &to, uint64_t pieces, uint32_t per_processor) {
@@ -241,11 +234,15 @@ inline float sid_from_f16(uint16_t h) { return sid_f16_to_f32(h); }
 #else
 __device__ inline uint16_t sid_to_f16(float x) {
     const uint32_t u = sid_f32_bits(x), nan = (u >> 16 & 0x8000u) | 0x7e00u | (u >> 13 & 0x1ffu);
-    return sid_key(x) > SID_KEY_INF ? (uint16_t)nan : __half_as_ushort(__float2half_rn(x));
+    uint16_t h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return sid_key(x) > SID_KEY_INF ? (uint16_t)nan : h;
 }
 __device__ inline float sid_from_f16(uint16_t h) {
     const uint32_t nan = (uint32_t)(h & 0x8000u) << 16 | 0x7fc00000u | (uint32_t)(h & 0x3ffu) << 13;
-    return (h & 0x7fffu) > 0x7c00u ? sid_bits_f32(nan) : __half2float(__ushort_as_half(h));
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+    return (h & 0x7fffu) > 0x7c00u ? sid_bits_f32(nan) : x;
 }
 #endif
 
