@@ -42,10 +42,36 @@ template <class Codec> struct sid_finish_shared {
     typename Codec::own own;
 };
 
+/* Shared memory of a finish. It holds what all threads read of this block's slice. */
+template <class Codec> struct sid_finish_slice {
+    sid_finish_shared<Codec> one;
+    sid_finishing f;
+    Codec codec;
+};
+
+/* Of one group, or of several slices at once, each by a crew of its own: then blocks of a crew wait for one another alone. */
 template <class Codec>
-__device__ inline void sid_finish(const sid_finishing &f, const Codec &codec, sid_finish_shared<Codec> &s, bool apart) {
+__global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
+    sid_finish_kernel(const __grid_constant__ sid_finishing first, const __grid_constant__ Codec all,
+                      sid_several several) {
+    sid_follow();
+    static_assert(sizeof(sid_finish_slice<Codec>) <= SID_FINISH_SHARED, "occupancy");
+    SID_DYNAMIC_SHARED(uint4, memory);
+    sid_finish_slice<Codec> &slice = *(sid_finish_slice<Codec> *)(void *)memory;
+    sid_finish_shared<Codec> &s = slice.one;
+    const sid_finishing &f = slice.f;
+    const Codec &codec = slice.codec;
+    const sid_portion mine = sid_portion_of(several);
+    if (threadIdx.x == 0) {
+        slice.f = first;
+        slice.codec = all;
+        slice.f.move(several, mine.slice);
+        slice.codec.move(several, mine.slice);
+        s.crew.member = {mine.block, mine.blocks, several.count ? slice.f.list.arrived : nullptr};
+    }
+    __syncthreads();
     if (!f.scratch->ready) return;
-    typename Codec::crew crew(f, s.crew, apart);
+    typename Codec::crew crew(f, s.crew);
     if (threadIdx.x < 16) s.crew.codec[threadIdx.x] = f.state->codec[threadIdx.x];
     crew.lead([&] {
         s.crew.stages = 0;
@@ -58,41 +84,6 @@ __device__ inline void sid_finish(const sid_finishing &f, const Codec &codec, si
         crew.pass_again(codec, s.task);
     }
     crew.write(s.task.side);
-}
-
-template <class Codec>
-__global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
-    sid_finish_kernel(const __grid_constant__ sid_finishing f, const __grid_constant__ Codec codec) {
-    sid_follow();
-    static_assert(sizeof(sid_finish_shared<Codec>) <= SID_FINISH_SHARED, "occupancy");
-    SID_DYNAMIC_SHARED(uint4, memory);
-    sid_finish(f, codec, *(sid_finish_shared<Codec> *)(void *)memory, false);
-}
-
-/* Shared memory for several slices, each of which has a crew of its own. It holds what all threads read of a slice. */
-template <class Codec> struct sid_several_shared {
-    sid_finish_shared<Codec> one;
-    sid_finishing f;
-    Codec codec;
-};
-template <class Codec>
-__global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
-    sid_several_finish_kernel(const __grid_constant__ sid_finishing first, const __grid_constant__ Codec codec,
-                              sid_several several) {
-    sid_follow();
-    static_assert(sizeof(sid_several_shared<Codec>) <= SID_FINISH_SHARED, "occupancy");
-    SID_DYNAMIC_SHARED(uint4, memory);
-    sid_several_shared<Codec> &s = *(sid_several_shared<Codec> *)(void *)memory;
-    const sid_portion mine = sid_portion_of(several);
-    if (threadIdx.x == 0) {
-        s.f = first;
-        s.codec = codec;
-        s.f.move(several, mine.slice);
-        s.codec.move(several, mine.slice);
-        s.one.crew.member = {mine.block, mine.blocks, s.f.list.arrived};
-    }
-    __syncthreads();
-    sid_finish(s.f, s.codec, s.one, true);
 }
 
 template <class Codec>
@@ -121,31 +112,24 @@ sid_status sid_sparse_encode(sid_cuda_encoding &c, const Codec &codec, const sid
     f.largest = needs.largest || f.body.width > 2;
     f.head = sid_head_of(p, c.step);
     f.draw = sid_draw_of(p, c.step);
-    const uint64_t grid = sid_blocks(c.to, c.several, pieces ? pieces : 1, SID_FINISH_GRID);
+    const uint64_t blocks = sid_blocks(c.to, c.several, pieces ? pieces : 1, SID_FINISH_GRID);
+    const uint64_t grid = c.several.count || blocks < SID_FINISH_MOST ? blocks : (uint64_t)SID_FINISH_MOST;
     sid_status s = sid_begin_encode(c, clear, p->sizes.payload);
     const sid_gathering<Codec> gathering = {codec, f.list, c.state};
-    if (!s && c.several.count) {
-        s = sid_with_memory_of(c, [&](auto memory) {
-            if constexpr ((uint32_t)decltype(memory)::VECTORS <= (uint32_t)SID_SEVERAL_VECTORS)
-                return sid_launch(c.to, "pass", sid_several_pass_kernel<decltype(memory), sid_gathering<Codec>>,
-                                  sid_blocks(c.to, c.several, chunks, Codec::PASS_BLOCKS), SID_BLOCK, 0, c.group,
-                                  c.scratch, c.state, vectors, stored, memory, gathering, c.several);
-            return SID_OK; /* sid_several_at_once has refused */
-        });
-        if (s) return s;
-        return sid_launch_together(c.to, "finish", sid_several_finish_kernel<Codec>, grid, SID_BLOCK,
-                                   (uint32_t)sizeof(sid_several_shared<Codec>), f, codec, c.several);
-    }
     if (!s)
         s = sid_with_memory_of(c, [&](auto memory) {
+            if constexpr ((uint32_t)decltype(memory)::VECTORS <= (uint32_t)SID_SEVERAL_VECTORS)
+                if (c.several.count)
+                    return sid_launch(c.to, "pass", sid_several_pass_kernel<decltype(memory), sid_gathering<Codec>>,
+                                      sid_blocks(c.to, c.several, chunks, Codec::PASS_BLOCKS), SID_BLOCK, 0, c.group,
+                                      c.scratch, c.state, vectors, stored, memory, gathering, c.several);
             return sid_launch(c.to, "pass", sid_pass_kernel<decltype(memory), sid_gathering<Codec>>,
                               sid_blocks(c.to, chunks, Codec::PASS_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
                               vectors, stored, memory, gathering);
         });
     if (!s && !c.settles)
-        s = sid_launch_together(c.to, "finish", sid_finish_kernel<Codec>,
-                                grid < SID_FINISH_MOST ? grid : (uint64_t)SID_FINISH_MOST, SID_BLOCK,
-                                (uint32_t)sizeof(sid_finish_shared<Codec>), f, codec);
+        s = sid_launch_together(c.to, "finish", sid_finish_kernel<Codec>, grid, SID_BLOCK,
+                                (uint32_t)sizeof(sid_finish_slice<Codec>), f, codec, c.several);
     return s;
 }
 

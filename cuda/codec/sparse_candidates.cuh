@@ -14,8 +14,8 @@ struct sid_candidates : sid_selection {
     bool compacted; /* the CPU had no room for all that were captured, and keeps the best */
     uint32_t passes;
 
-    __device__ sid_candidates(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
-        : sid_selection(of, shared, is_apart), count(0), low(0), compacted(false), passes(1) {}
+    __device__ sid_candidates(const sid_finishing &of, sid_crew_shared &shared)
+        : sid_selection(of, shared), count(0), low(0), compacted(false), passes(1) {}
 
     /* How many candidates a tile has. Tiles behind the group, up to a whole chunk, have none. */
     __device__ uint32_t held(uint64_t tile) const { return tile * SID_TILE < f.n ? f.list.held[tile] : 0; }

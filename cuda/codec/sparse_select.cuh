@@ -74,11 +74,10 @@ struct sid_tally {
     unsigned long long warp[SID_WARPS];
 };
 
-/* A crew is the blocks that finish one slice. If a launch has several slices, this says which block of its crew this
- * one is. */
+/* A crew is the blocks that finish one slice. This says which block of its crew this one is. */
 struct sid_member {
     uint32_t block, blocks;
-    uint32_t *arrived; /* of sid_meet */
+    uint32_t *arrived; /* of sid_meet; NULL: the crew is the whole grid */
 };
 
 struct sid_crew_shared {
@@ -107,24 +106,23 @@ struct sid_crew_shared {
 struct sid_selection {
     const sid_finishing &f;
     sid_crew_shared &s;
-    const bool apart; /* the crew is a part of the grid, see s.member; a constant wherever the compiler inlines */
     /* Which of several buffers in work is next. Another block may still read the last one: two are enough where each is
      * written whole, three for bins, one of which is zeroed meanwhile. */
     uint32_t bins_turn, part_turn, running_turn;
     uint64_t first, last; /* this block's tiles, whole chunks */
 
-    __device__ sid_selection(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
-        : f(of), s(shared), apart(is_apart), bins_turn(0), part_turn(0), running_turn(0) {
+    __device__ sid_selection(const sid_finishing &of, sid_crew_shared &shared)
+        : f(of), s(shared), bins_turn(0), part_turn(0), running_turn(0) {
         const uint64_t chunks = f.tiles / SID_WARPS;
         first = chunks * block() / blocks() * SID_WARPS;
         last = chunks * (block() + 1) / blocks() * SID_WARPS;
     }
 
-    __device__ uint32_t block() const { return apart ? s.member.block : blockIdx.x; }
-    __device__ uint32_t blocks() const { return apart ? s.member.blocks : gridDim.x; }
+    __device__ uint32_t block() const { return s.member.block; }
+    __device__ uint32_t blocks() const { return s.member.blocks; }
     /* Waits for the other blocks of the crew. Afterward each sees what all of them have written. */
     __device__ void meet() const {
-        if (apart)
+        if (s.member.arrived)
             sid_meet(s.member.arrived, s.member.blocks);
         else
             sid_grid_sync();

@@ -130,8 +130,7 @@ struct sid_crew : sid_emission {
 
     uint32_t from, to; /* this warp's tiles: an eighth of the block's, consecutive */
 
-    __device__ sid_crew(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
-        : sid_emission(of, shared, is_apart) {
+    __device__ sid_crew(const sid_finishing &of, sid_crew_shared &shared) : sid_emission(of, shared) {
         const uint32_t each = (uint32_t)(last - first) / SID_WARPS;
         from = (uint32_t)first + sid_warp() * each;
         to = from + each;
@@ -284,13 +283,13 @@ struct sid_crew : sid_emission {
         uint32_t bins_turn;
     };
     __device__ sid_pick select_all(uint64_t rank) {
-        const by_digits found = digits_of(slots(), f, s, apart, bins_turn, count, rank);
+        const by_digits found = digits_of(slots(), f, s, bins_turn, count, rank);
         bins_turn = found.bins_turn;
         return found.pick;
     }
     __device__ __noinline__ static by_digits digits_of(sid_slots c, const sid_finishing &f, sid_crew_shared &s,
-                                                       bool apart, uint32_t bins_turn, uint64_t count, uint64_t rank) {
-        sid_selection all(f, s, apart);
+                                                       uint32_t bins_turn, uint64_t count, uint64_t rank) {
+        sid_selection all(f, s);
         all.bins_turn = bins_turn;
         const sid_pick pick = all.select_from(
             [&](const auto &show) {
