@@ -42,7 +42,7 @@ CSRC    := $(sort $(wildcard csrc/core/*.c csrc/codec/*.c csrc/memory/*.c csrc/f
 COBJ     = $(CSRC:%=$O/%.o) $O/isa/base.o $(if $(X86),$O/isa/avx2.o $O/isa/avx512.o)
 BINDING := $(sort $(wildcard python/binding/*.cpp))
 CUSRC   := $(sort $(wildcard cuda/*/*.cu))
-OBJ      = $(COBJ) $(BINDING:%=$O/%.o) $(if $(NVCC),$(CUSRC:%=$O/%.o))
+OBJ      = $(if $(NVCC),$(CUSRC:%=$O/%.o)) $(BINDING:%=$O/%.o) $(COBJ) # what takes longest first
 
 ext: $(OUT)
 $(OUT): $(OBJ) $O/ld.sig

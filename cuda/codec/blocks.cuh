@@ -390,7 +390,7 @@ struct sid_block_coder {
 /* The coder for several slices. It is a type of its own, because the pass over one slice has no registers left for it. */
 struct sid_block_coder_of_slices : sid_block_coder {
     enum {
-        SEVERAL = 1
+        SEVERAL = 2
     };
     __device__ void move(const sid_several &k, uint32_t slice) {
         rules = sid_state_of(k, slice, rules);

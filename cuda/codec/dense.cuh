@@ -139,7 +139,8 @@ __device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule 
 
 /* A codec here is an object passed by value with
  *     enum { LATE }               keep() wants registers: the gradient waits in the L2 meanwhile
- *     enum { SEVERAL }            it heeds sid_several: move(k, slice) makes it that of another slice
+ *     enum { SEVERAL }            1: it heeds sid_several: move(k, slice) makes it that of another slice; 2: it is for
+ *                                 several alone
  *     struct shared               its shared memory
  *     struct own                  each thread's, through the kernel; all zero at first
  *     begin(shared &, own &, scratch), end(shared &, own &, scratch)   by the whole block
@@ -246,8 +247,11 @@ template <class Codec, class Seal>
 sid_status sid_pass_tiles(const sid_cuda_encoding &c, const Codec &codec, const sid_ending &e, const Seal &seal) {
     const uint64_t grid = sid_blocks(c.to, c.several, sid_tile_pieces(c.group.n, e), SID_TILE_BLOCKS);
     return sid_with_memory_of(c, [&](auto memory) {
-        return sid_launch(c.to, "pass", sid_tile_kernel<decltype(memory), Codec, false, Seal>, grid, SID_BLOCK, 0,
-                          c.group, c.scratch, c.state, sid_vectors_of(c), memory, codec, c.several, e, seal);
+        if constexpr ((uint32_t)Codec::SEVERAL == 2 && (uint32_t)decltype(memory)::VECTORS > SID_SEVERAL_VECTORS)
+            return SID_OK; /* sid_several_at_once has refused */
+        else
+            return sid_launch(c.to, "pass", sid_tile_kernel<decltype(memory), Codec, false, Seal>, grid, SID_BLOCK, 0,
+                              c.group, c.scratch, c.state, sid_vectors_of(c), memory, codec, c.several, e, seal);
     });
 }
 template <class Codec> sid_status sid_pass_tiles(const sid_cuda_encoding &c, const Codec &codec) {

@@ -48,7 +48,7 @@ template <bool WRITE, bool SLICES> struct coder {
 
     enum {
         LATE = 1,
-        SEVERAL = SLICES
+        SEVERAL = SLICES ? 2 : 0
     };
     __device__ void move(const sid_several &k, uint32_t slice) {
         payload = sid_payload_of(k, slice, payload);

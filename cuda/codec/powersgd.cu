@@ -865,6 +865,22 @@ struct bodies {
     }
 };
 
+/* What the ranks' step leaves in a memory of one element, whose vectors begin at vec; undo: it did not happen, and `x` is
+ * the gradient, else the result. A call, because it is rare, and a task would have it eight times. */
+__device__ __noinline__ void correct_memory(const sid_kept &memory, float *vec, uint64_t stride, bool undo, float x) {
+    float one[sid_kept::MOST] = {};
+#pragma unroll
+    for (uint32_t m = 0; m < sid_kept::MOST; m++)
+        if (m < memory.vectors) one[m] = vec[m * stride];
+    if (undo)
+        memory.undo(one, sid_key(x) < SID_KEY_INF ? x : 0.0f);
+    else
+        memory.received(one, x);
+#pragma unroll
+    for (uint32_t m = 0; m < sid_kept::MOST; m++)
+        if (m < memory.vectors) vec[m * stride] = one[m];
+}
+
 /* One task of the output: 32 rows of 32 columns, a lane each, DEEP rows at a time. Adds the payloads' P Q^T, or their
  * vectors, and writes the mean; or, with `looks`, only says whether it is finite. */
 struct writer {
@@ -926,22 +942,9 @@ struct writer {
                 if (looks) continue;
                 const float y = x[i] * factor;
                 char *const to = place_of<QUICK>(g, f, base, offset);
-                if (undo || memory.receives) {
-                    float one[sid_kept::MOST] = {};
-                    float *const vec = vectors.first + ((uint64_t)f.start + offset);
-#pragma unroll
-                    for (uint32_t m = 0; m < sid_kept::MOST; m++)
-                        if (m < memory.vectors) one[m] = vec[m * vectors.stride];
-                    if (undo) {
-                        const float raw = sid_load1(to, g.dtype);
-                        memory.undo(one, sid_key(raw) < SID_KEY_INF ? raw : 0.0f);
-                    } else {
-                        memory.received(one, y);
-                    }
-#pragma unroll
-                    for (uint32_t m = 0; m < sid_kept::MOST; m++)
-                        if (m < memory.vectors) vec[m * vectors.stride] = one[m];
-                }
+                if (undo || memory.receives)
+                    correct_memory(memory, vectors.first + ((uint64_t)f.start + offset), vectors.stride, undo,
+                                   undo ? sid_load1(to, g.dtype) : y);
                 sid_store1(to, g.dtype, y);
             }
         }
