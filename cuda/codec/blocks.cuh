@@ -108,6 +108,7 @@ struct sid_block_coder {
     /* Two bounds of the k-th largest key: k or more reach `low`, `above`, which are fewer, reach `high`. */
     struct search {
         uint32_t k, low, high, above, last, spread, tried;
+        search() = default;
         __device__ search(uint32_t k_, const blocks_rule &r) : k(k_), low(0), high(SID_KEY_INF), above(0), tried(0) {
             blocks_predict(&r, &last, &spread);
         }
@@ -179,31 +180,33 @@ struct sid_block_coder {
         *(uint4 *)(void *)(rules + block) = make_uint4(q.low, cut, 0, sid_spread(q.spread, q.last, q.low));
     }
 
-    __device__ void tile(shared &s, own &o, const sid_quads &x, uint64_t at, uint32_t) const {
-        if (idle) return;
-        const uint64_t chunk = at - (uint64_t)sid_warp() * SID_TILE; /* where the eight tiles begin */
-        if (f.size >= SID_TILE)
-            tile_of_long(s, o, x, at, chunk);
-        else
-            tile_of_short(s, o, x, at, chunk);
-    }
-
     __device__ uint32_t size_of(uint64_t block) const {
         const uint64_t start = block << f.shift;
         return start >= n ? 0 : n - start < f.size ? (uint32_t)(n - start) : f.size;
     }
 
-    /* Blocks of one, two or four warps. */
-    __device__ void tile_of_long(shared &s, own &o, const sid_quads &x, uint64_t at, uint64_t chunk) const {
+    /* A block that lies in rows first .. last of the warp and `inside` elements before them, and what of it is sent: all above
+     * `key`, and the first `take` ties, after `before` larger and `alike` equal ones in earlier warps. */
+    struct found {
+        uint64_t block;
+        uint32_t size, k, inside, ties, before, alike;
+        search q;
+        bool leads; /* the warp where the block begins */
+        __device__ uint32_t take() const { return k - q.above; }
+    };
+
+    /* The block of one, two or four warps; by all warps. */
+    __device__ found find_long(shared &s, const sid_quads &x, uint64_t at) const {
         const uint32_t warps = f.size / SID_TILE, leader = sid_warp() / warps * warps;
         const uint64_t block = at >> f.shift;
         const uint32_t size = size_of(block), inside = (uint32_t)(at - (block << f.shift));
         const uint32_t k = size ? blocks_k(&f, block) : 0;
-        search q(k, size ? rules[block] : blocks_rule{});
-        if (!k) q.high = 1; /* there is no such block */
+        found y = {
+            block, size, k, inside, 0, 0, 0, search(k, size ? rules[block] : blocks_rule{}), sid_warp() == leader};
+        if (!k) y.q.high = 1; /* there is no such block */
         for (uint32_t turn = 0;; turn ^= 1) {
-            const bool open = q.open();
-            const uint32_t middle = open ? q.next() : 0;
+            const bool open = y.q.open();
+            const uint32_t middle = open ? y.q.next() : 0;
             if (open) {
                 const uint32_t mine = reach(x, 0, SID_ROWS, middle);
                 if (sid_lane() == 0) s.count[turn][sid_warp()] = mine;
@@ -212,66 +215,68 @@ struct sid_block_coder {
             if (open) {
                 uint32_t count = 0;
                 for (uint32_t w = 0; w < warps; w++) count += s.count[turn][leader + w];
-                q.learn(middle, count);
+                y.q.learn(middle, count);
             }
         }
-        const uint32_t key = q.low, take = k - q.above;
         uint32_t more, same;
-        both(x, 0, SID_ROWS, key, inside, size, &more, &same);
+        both(x, 0, SID_ROWS, y.q.low, inside, size, &more, &same);
         if (sid_lane() == 0) {
             s.more[sid_warp()] = more;
             s.same[sid_warp()] = same;
         }
         __syncthreads();
-        uint32_t before = 0, alike = 0, ties = 0, cut = 0;
         for (uint32_t w = leader; w < leader + warps; w++) {
-            if (w < sid_warp()) before += s.more[w], alike += s.same[w];
-            ties += s.same[w];
+            if (w < sid_warp()) y.before += s.more[w], y.alike += s.same[w];
+            y.ties += s.same[w];
         }
-        if (k && sid_warp() == leader && sid_lane() == 0) {
-            if (ties == take) settle(block, q, size);
-            o.most = ~key > o.most ? ~key : o.most;
-        }
-#pragma unroll 1
-        for (uint32_t half = 0; half < SID_WARPS / SID_HALF_TILES; half++) {
-            if (sid_warp() / SID_HALF_TILES == half && k) {
-                const uint32_t first = leader % SID_HALF_TILES * SID_TILE;
-                list(s, x, 0, SID_ROWS, key, take, before, alike, first, inside, size, &cut);
-                if (cut && ties != take) settle(block, q, cut);
-                if (sid_lane() == 0 && sid_warp() == leader) s.key[first >> f.shift] = key;
-            }
-            write(s, o, chunk + half * SID_HALF);
-        }
+        return y;
     }
 
-    /* Several blocks of a warp. */
-    __device__ void tile_of_short(shared &s, own &o, const sid_quads &x, uint64_t at, uint64_t chunk) const {
-        const uint32_t rows = f.size / SID_ROW;
+    /* One of several blocks of a warp, which begins at `start`, `size` elements. */
+    __device__ found find_short(const sid_quads &x, uint64_t start, uint32_t size, uint32_t first,
+                                uint32_t last) const {
+        const uint64_t block = start >> f.shift;
+        const uint32_t k = blocks_k(&f, block);
+        found y = {block, size, k, 0, 0, 0, 0, search(k, rules[block]), true};
+        __syncwarp(); /* all have read the rule before a lane writes the next one */
+        while (y.q.open()) {
+            const uint32_t middle = y.q.next();
+            y.q.learn(middle, reach(x, first, last, middle));
+        }
+        uint32_t more;
+        both(x, first, last, y.q.low, 0, size, &more, &y.ties);
+        return y;
+    }
+
+    /* Lists half of the eight tiles at a time, and writes it: shared memory holds no more. */
+    __device__ void tile(shared &s, own &o, const sid_quads &x, uint64_t at, uint32_t) const {
+        if (idle) return;
+        const uint64_t chunk = at - (uint64_t)sid_warp() * SID_TILE; /* where the eight tiles begin */
+        const bool is_long = f.size >= SID_TILE;
+        const uint32_t rows = is_long ? (uint32_t)SID_ROWS : f.size / SID_ROW;
+        found y = {};
+        if (is_long) y = find_long(s, x, at);
 #pragma unroll 1
         for (uint32_t half = 0; half < SID_WARPS / SID_HALF_TILES; half++) {
             if (sid_warp() / SID_HALF_TILES == half)
 #pragma unroll 1
                 for (uint32_t first = 0; first < SID_ROWS; first += rows) {
-                    const uint64_t start = at + first * SID_ROW, block = start >> f.shift;
-                    const uint32_t size = size_of(block);
-                    if (!size) break;
-                    const uint32_t k = blocks_k(&f, block), last = first + rows;
-                    search q(k, rules[block]);
-                    __syncwarp(); /* all have read the rule before a lane writes the next one */
-                    while (q.open()) {
-                        const uint32_t middle = q.next();
-                        q.learn(middle, reach(x, first, last, middle));
+                    const uint64_t start = at + first * SID_ROW;
+                    if (!is_long) {
+                        const uint32_t size = size_of(start >> f.shift);
+                        if (!size) break;
+                        y = find_short(x, start, size, first, first + rows);
                     }
-                    const uint32_t key = q.low, take = k - q.above, to = (uint32_t)(start - chunk) % SID_HALF;
-                    uint32_t more, same, cut = 0;
-                    both(x, first, last, key, 0, size, &more, &same);
-                    if (sid_lane() == 0) {
-                        if (same == take) settle(block, q, size);
+                    if (!y.k) break;
+                    const uint32_t key = y.q.low, take = y.take(), to = (uint32_t)(start - y.inside - chunk) % SID_HALF;
+                    uint32_t cut = 0;
+                    if (y.leads && sid_lane() == 0) {
+                        if (y.ties == take) settle(y.block, y.q, y.size);
                         o.most = ~key > o.most ? ~key : o.most;
                         s.key[to >> f.shift] = key;
                     }
-                    list(s, x, first, last, key, take, 0, 0, to, 0, size, &cut);
-                    if (cut && same != take) settle(block, q, cut);
+                    list(s, x, first, first + rows, key, take, y.before, y.alike, to, y.inside, y.size, &cut);
+                    if (cut && y.ties != take) settle(y.block, y.q, cut);
                 }
             write(s, o, chunk + half * SID_HALF);
         }
@@ -308,16 +313,19 @@ struct sid_block_coder {
         return sid_levels_of_means(key, sum, all, above, many);
     }
     static __device__ double sum_from(const float *value, uint32_t k, uint32_t key, unsigned long long *count) {
-        double part[SID_HALF_TILES] = {};
+        double even = 0, odd = 0; /* tiles 0 and 2, 1 and 3 */
         *count = 0;
-#pragma unroll
-        for (uint32_t u = 0; u < SID_HALF_TILES; u++)
-            if (u * SID_TILE < k) {
-                double many;
-                part[u] = sid_size_of(value, k, u, key, &many);
-                *count += (unsigned long long)many;
-            }
-        return (part[0] + part[2]) + (part[1] + part[3]);
+#pragma unroll 1
+        for (uint32_t u = 0; u * SID_TILE < k; u++) {
+            double many;
+            const double part = sid_size_of(value, k, u, key, &many);
+            if (u % 2)
+                odd += part;
+            else
+                even += part;
+            *count += (unsigned long long)many;
+        }
+        return even + odd;
     }
 
     /* The half of the eight tiles that begins at `start`, whose lists the warps have made, by all of them. */
