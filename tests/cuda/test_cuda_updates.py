@@ -218,7 +218,7 @@ def with_a_flipped_bit(rank: int, world: int) -> None:
 
     def step() -> torch.Tensor:
         adamw.zero_grad()
-        (module(torch.ones(8, 12)) ** 2).mean().backward()
+        (module(torch.full((8, 12), 1.0 + rank)) ** 2).mean().backward()
         adamw.step()
         with local.common():
             return vector(module).clone()
