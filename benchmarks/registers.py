@@ -1,6 +1,6 @@
 """`make registers`: what ptxas gives each kernel of cuda/: registers, and bytes of them that a thread spills.
 
-Needs nvcc and no GPU. Compiles for sm_90 as a release does, a quarter of an hour on two cores. Ends with 1 if
+Needs nvcc and no GPU. Compiles for sm_90 as a release does, some minutes of two cores. Ends with 1 if
 a file spills more than MOST allows: remove a new spill, or allow it here and say why in the commit.
 """
 

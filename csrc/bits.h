@@ -25,6 +25,12 @@ SID_HD float sid_bits_f32(uint32_t u) {
 #define SID_KEY_NONE 0xffffffffu /* above every key: a rule that sends nothing */
 SID_HD uint32_t sid_key(float x) { return sid_f32_bits(x) & 0x7fffffffu; }
 
+/* The nearest finite number, of Inf too; NaN stays NaN. */
+SID_HD float sid_saturated(float x) {
+    const float max = 0x1.fffffep127f;
+    return x > max ? max : x < -max ? -max : x;
+}
+
 SID_HD uint16_t sid_f32_to_bf16(float x) {
     const uint32_t u = sid_f32_bits(x);
     if ((u & 0x7fffffffu) > SID_KEY_INF) return (uint16_t)((u >> 16) | 0x40u); /* quiet NaN */

@@ -4,17 +4,12 @@
  * Each element is computed by itself, as weighted_each and velocity_each have it: each product is rounded, then their sum, then the
  * sum saturates at the largest float. Nothing is contracted. Vector code leaves tiles that may saturate to these loops. */
 
-static inline float saturated1(float s) {
-    const float max = 0x1.fffffep127f;
-    return s > max ? max : s < -max ? -max : s;
-}
-
 /* add_weighted, an element at a time. */
 static int weighted_each(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma) {
     int any = 0;
     for (uint32_t i = 0; i < n; i++) {
         const int ok = sid_key(g[i]) < SID_KEY_INF;
-        acc[i] = saturated1((sid_key(acc[i]) >= key ? 0.0f : acc[i]) * beta + (ok ? g[i] : 0.0f) * gamma);
+        acc[i] = sid_saturated((sid_key(acc[i]) >= key ? 0.0f : acc[i]) * beta + (ok ? g[i] : 0.0f) * gamma);
         any |= !ok;
     }
     return any == 0;
@@ -60,10 +55,10 @@ INLINE int velocity_each(float *acc, float *u, const float *g, uint32_t n, uint3
         const int ok = sid_key(g[i]) < SID_KEY_INF;
         const uint32_t k = sid_key(acc[i]);
         const float x = (ok ? g[i] : 0.0f) * c->factor;
-        u[i] = saturated1((k >= mask ? 0.0f : u[i]) * c->momentum + x);
+        u[i] = sid_saturated((k >= mask ? 0.0f : u[i]) * c->momentum + x);
         /* The step saturates by itself: what is kept, times the carry, may be the other infinity. */
-        const float step = plain ? u[i] : saturated1(u[i] * c->of_u + x * c->of_g);
-        acc[i] = saturated1((k >= key ? 0.0f : acc[i]) * c->carry + step);
+        const float step = plain ? u[i] : sid_saturated(u[i] * c->of_u + x * c->of_g);
+        acc[i] = sid_saturated((k >= key ? 0.0f : acc[i]) * c->carry + step);
         any |= !ok;
     }
     return any == 0;

@@ -69,19 +69,14 @@ static void sent(const sid_plan *p, float *const *vec, const float *before, uint
     for (uint32_t i = 0; i < len; i++) vec[1][i] = vec[0][i] != before[i] ? 0.0f : vec[1][i];
 }
 
-static float saturate(float x) {
-    const float max = 0x1.fffffep127f;
-    return x > max ? max : x < -max ? -max : x;
-}
-
 /* v: within 2 units in the last place of the largest of v, acc and what was added; u: within 2 of the larger of u and g,
  * over the momentum (without momentum u has no effect, and 0 stands for it). */
 static void undo(const sid_plan *p, const sid_state *s, float *const *vec, const float *g, uint32_t len) {
     const sid_velocity c = weights(p, s, 1);
     for (uint32_t i = 0; i < len; i++) {
         const float x = g[i] * c.factor, u = vec[1][i];
-        vec[0][i] = saturate(vec[0][i] - (c.of_g == 0 ? u : saturate(u * c.of_u + x * c.of_g)));
-        vec[1][i] = c.momentum > 0 ? saturate((u - x) / c.momentum) : 0.0f;
+        vec[0][i] = sid_saturated(vec[0][i] - (c.of_g == 0 ? u : sid_saturated(u * c.of_u + x * c.of_g)));
+        vec[1][i] = c.momentum > 0 ? sid_saturated((u - x) / c.momentum) : 0.0f;
     }
 }
 

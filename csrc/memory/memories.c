@@ -8,11 +8,6 @@
  * e and c are multiplied by the step's carry first. What undo leaves of them has it still. */
 #include "../codec.h"
 
-static float saturate(float x) {
-    const float max = 0x1.fffffep127f;
-    return x > max ? max : x < -max ? -max : x;
-}
-
 const sid_memory sid_memory_none = {
     .info = {.name = "none",
              .family = "none",
@@ -61,9 +56,10 @@ static void residual_undo(const sid_plan *p, const sid_state *s, float *const *v
     const float beta = (float)p->memory_param[BETA], gamma = (float)p->memory_param[GAMMA];
     (void)s;
     if (beta == 1 && gamma == 1)
-        for (uint32_t i = 0; i < len; i++) vec[0][i] = saturate(vec[0][i] - g[i]);
+        for (uint32_t i = 0; i < len; i++) vec[0][i] = sid_saturated(vec[0][i] - g[i]);
     else
-        for (uint32_t i = 0; i < len; i++) vec[0][i] = beta > 0 ? saturate((vec[0][i] - gamma * g[i]) / beta) : 0.0f;
+        for (uint32_t i = 0; i < len; i++)
+            vec[0][i] = beta > 0 ? sid_saturated((vec[0][i] - gamma * g[i]) / beta) : 0.0f;
 }
 
 const sid_memory sid_memory_residual = {
@@ -96,7 +92,7 @@ static void momentum_undo(const sid_plan *p, const sid_state *s, float *const *v
     const double beta = p->memory_param[BETA];
     const float b = (float)beta, rest = (float)(1 - beta);
     (void)s;
-    for (uint32_t i = 0; i < len; i++) vec[0][i] = b > 0 ? saturate((vec[0][i] - rest * g[i]) / b) : 0.0f;
+    for (uint32_t i = 0; i < len; i++) vec[0][i] = b > 0 ? sid_saturated((vec[0][i] - rest * g[i]) / b) : 0.0f;
 }
 
 const sid_memory sid_memory_momentum = {
@@ -129,7 +125,7 @@ static int compensation_tile(const sid_pass *w, float *const *vec, const float *
 
 static void compensation_undo(const sid_plan *p, const sid_state *s, float *const *vec, const float *g, uint32_t len) {
     (void)p, (void)s;
-    for (uint32_t i = 0; i < len; i++) vec[0][i] = saturate(vec[0][i] - g[i]);
+    for (uint32_t i = 0; i < len; i++) vec[0][i] = sid_saturated(vec[0][i] - g[i]);
 }
 
 static void compensation_received(const sid_plan *p, float *const *vec, const float *x, uint32_t len) {
@@ -137,7 +133,7 @@ static void compensation_received(const sid_plan *p, float *const *vec, const fl
         for (uint32_t i = 0; i < len; i++) vec[0][i] = 0;
     else
         for (uint32_t i = 0; i < len; i++) /* not what a payload has that is not finite: the vector would keep it */
-            if (sid_key(x[i]) < SID_KEY_INF) vec[0][i] = saturate(vec[0][i] - x[i]);
+            if (sid_key(x[i]) < SID_KEY_INF) vec[0][i] = sid_saturated(vec[0][i] - x[i]);
 }
 
 const sid_memory sid_memory_compensation = {

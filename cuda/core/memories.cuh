@@ -12,11 +12,6 @@
  *     tile       vec[0] as it was stored, `kept` what the codec's rule left of it; returns acc
  *     undo       takes g out of vec again
  *     received   x is what the ranks made of the step: of memories with `receives`, which have one vector */
-__device__ inline float sid_saturated(float x) {
-    const float max = 3.402823466e38f;
-    return x > max ? max : x < -max ? -max : x;
-}
-
 struct sid_memory0 { /* none */
     enum {
         VECTORS = 0
