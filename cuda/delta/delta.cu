@@ -138,13 +138,13 @@ static __global__ void __launch_bounds__(SID_BLOCK)
     for (uint32_t r = 0; r < ROWS; r++) {
         uint32_t to = row + ((uint32_t)(many >> 16 * r) & 0xffff);
         row += (uint32_t)(all >> 16 * r) & 0xffff;
-        if (!differ[r]) continue;
-#pragma unroll
-        for (uint32_t j = 0; j < 16 / WIDTH; j++)
-            if (differ[r] >> j & 1)
-                changes[to++] = {
-                    p.from + (r * SID_BLOCK + threadIdx.x) * (16 / WIDTH) + j,
-                    delta_step_of(sid_element_of<WIDTH>(x[r], j), sid_element_of<WIDTH>(y[r], j), WIDTH, w.flip)};
+#pragma unroll 1
+        for (uint32_t bits = differ[r]; bits; bits &= bits - 1) {
+            const uint32_t j = (uint32_t)__ffs((int)bits) - 1;
+            changes[to++] = {
+                p.from + (r * SID_BLOCK + threadIdx.x) * (16 / WIDTH) + j,
+                delta_step_of(sid_element_of<WIDTH>(x[r], j), sid_element_of<WIDTH>(y[r], j), WIDTH, w.flip)};
+        }
     }
 }
 
