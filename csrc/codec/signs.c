@@ -176,7 +176,7 @@ static void keep_drawn(const sid_plan *p, const sid_state *s, float *acc, uint64
     p->simd->sum_signs(acc, len, from, less, 1);
     if (s->rule.scale < max / 2) /* else a difference may be too large: |acc| is not above the norm */
         return;
-    for (uint32_t i = 0; i < len; i++) acc[i] = acc[i] > max ? max : acc[i] < -max ? -max : acc[i];
+    for (uint32_t i = 0; i < len; i++) acc[i] = sid_saturated(acc[i]);
 }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */

@@ -377,7 +377,6 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor) {
     if (!p || !state || !(factor > 0) || sid_key(factor) >= SID_KEY_INF) return SID_E_ARG;
     sid_state *s = state;
     mend(p, s);
-    const float max = 0x1.fffffep127f;
     sid_room room;
     for (uint64_t offset = 0; offset < p->n && p->memory->vectors; offset += p->tile) {
         const uint32_t len = tile_len(p, offset);
@@ -385,10 +384,7 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor) {
         sid_vectors_load(p, s, offset, len, &room, vec);
         settle(p, s, vec, offset, len);
         for (uint32_t v = 0; v < p->memory->vectors; v++)
-            for (uint32_t i = 0; i < len; i++) {
-                const float y = vec[v][i] * factor;
-                vec[v][i] = y > max ? max : y < -max ? -max : y;
-            }
+            for (uint32_t i = 0; i < len; i++) vec[v][i] = sid_saturated(vec[v][i] * factor);
         sid_vectors_store(p, s, offset, len, vec);
     }
     p->codec->none(&s->rule);

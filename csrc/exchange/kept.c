@@ -43,7 +43,7 @@ sid_status sid_exchange_residual_out(const sid_exchange *x, const void *state, f
 
 sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const float *in) {
     if (!x || !state || (x->n && !in)) return SID_E_ARG;
-    const float max = 0x1.fffffep127f, *common = NULL;
+    const float *common = NULL;
     uint64_t from = 0, to = 0; /* elements that are kept for all here */
     for (uint64_t i = 0; i < x->n * x->sizes.vectors; i++)
         if (sid_key(in[i]) >= SID_KEY_INF) return SID_E_ARG;
@@ -67,8 +67,7 @@ sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const fl
             for (uint32_t k = 0; k < len; k++) {
                 const uint64_t e = part.start + at + k;
                 if ((e >= from && e < to) || common[e] == 0) continue;
-                const float sum = own[0][k] + (float)x->members * common[e];
-                own[0][k] = sum > max ? max : sum < -max ? -max : sum;
+                own[0][k] = sid_saturated(own[0][k] + (float)x->members * common[e]);
             }
             sid_vectors_store(part.plan, state_of(&part, state), at, len, own);
         }

@@ -186,7 +186,7 @@ struct sid_block_coder {
     }
 
     /* A block that lies in rows first .. last of the warp and `inside` elements before them, and what of it is sent: all above
-     * `key`, and the first `take` ties, after `before` larger and `alike` equal ones in earlier warps. */
+     * q.low, and the first `take` ties, after `before` larger and `alike` equal ones in earlier warps. */
     struct found {
         uint64_t block;
         uint32_t size, k, inside, ties, before, alike;

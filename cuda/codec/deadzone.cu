@@ -76,7 +76,7 @@ struct step_keeping {
 /* A crew without write(): deadzone's finish() has written the payload. */
 struct coding_crew : sid_crew {
     typedef step_keeping keeping;
-    __device__ coding_crew(const sid_finishing &of, sid_crew_shared &shared) : sid_crew(of, shared) {}
+    using sid_crew::sid_crew;
     /* Selects several ranks by the same four readings of the candidates. */
     template <uint32_t MANY> __device__ void select_ranks(const uint64_t (&rank)[MANY], sid_pick (&pick)[MANY]) {
         const sid_slots c = slots();

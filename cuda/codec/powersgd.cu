@@ -866,8 +866,9 @@ struct bodies {
 };
 
 /* What the ranks' step leaves in a memory of one element, whose vectors begin at vec; undo: it did not happen, and `x` is
- * the gradient, else the result. A call, because it is rare, and a task would have it eight times. */
-__device__ __noinline__ void correct_memory(const sid_kept &memory, float *vec, uint64_t stride, bool undo, float x) {
+ * the gradient, else the result. A call, because a task would have it eight times, and only `compensation` makes it
+ * in every step. By value, for an address would put the kernel's argument on the stack. */
+__device__ __noinline__ void correct_memory(sid_kept memory, float *vec, uint64_t stride, bool undo, float x) {
     float one[sid_kept::MOST] = {};
 #pragma unroll
     for (uint32_t m = 0; m < sid_kept::MOST; m++)

@@ -40,12 +40,7 @@ template <class Codec> struct sid_finish_shared {
     sid_crew_shared crew;
     typename Codec::task task;
     typename Codec::own own;
-};
-
-/* Shared memory of a finish. It holds what all threads read of this block's slice. */
-template <class Codec> struct sid_finish_slice {
-    sid_finish_shared<Codec> one;
-    sid_finishing f;
+    sid_finishing f; /* of this block's slice, and */
     Codec codec;
 };
 
@@ -55,19 +50,18 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
     sid_finish_kernel(const __grid_constant__ sid_finishing first, const __grid_constant__ Codec all,
                       sid_several several) {
     sid_follow();
-    static_assert(sizeof(sid_finish_slice<Codec>) <= SID_FINISH_SHARED, "occupancy");
+    static_assert(sizeof(sid_finish_shared<Codec>) <= SID_FINISH_SHARED, "occupancy");
     SID_DYNAMIC_SHARED(uint4, memory);
-    sid_finish_slice<Codec> &slice = *(sid_finish_slice<Codec> *)(void *)memory;
-    sid_finish_shared<Codec> &s = slice.one;
-    const sid_finishing &f = slice.f;
-    const Codec &codec = slice.codec;
+    sid_finish_shared<Codec> &s = *(sid_finish_shared<Codec> *)(void *)memory;
+    const sid_finishing &f = s.f;
+    const Codec &codec = s.codec;
     const sid_portion mine = sid_portion_of(several);
     if (threadIdx.x == 0) {
-        slice.f = first;
-        slice.codec = all;
-        slice.f.move(several, mine.slice);
-        slice.codec.move(several, mine.slice);
-        s.crew.member = {mine.block, mine.blocks, several.count ? slice.f.list.arrived : nullptr};
+        s.f = first;
+        s.codec = all;
+        s.f.move(several, mine.slice);
+        s.codec.move(several, mine.slice);
+        s.crew.member = {mine.block, mine.blocks, several.count ? f.list.arrived : nullptr};
     }
     __syncthreads();
     if (!f.scratch->ready) return;
@@ -129,7 +123,7 @@ sid_status sid_sparse_encode(sid_cuda_encoding &c, const Codec &codec, const sid
         });
     if (!s && !c.settles)
         s = sid_launch_together(c.to, "finish", sid_finish_kernel<Codec>, grid, SID_BLOCK,
-                                (uint32_t)sizeof(sid_finish_slice<Codec>), f, codec, c.several);
+                                (uint32_t)sizeof(sid_finish_shared<Codec>), f, codec, c.several);
     return s;
 }
 

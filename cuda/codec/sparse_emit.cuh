@@ -8,7 +8,7 @@
 #include "sparse_candidates.cuh"
 
 struct sid_emission : sid_candidates { /* sparse_slots.cuh stands on it */
-    __device__ sid_emission(const sid_finishing &of, sid_crew_shared &shared) : sid_candidates(of, shared) {}
+    using sid_candidates::sid_candidates;
 
     /* Decide what is sent, as sparse_emit_from and sparse_emit do; sid_crew::write writes it. send_from: all candidates
      * with this key or a larger one, `found` of them. send: those above pick.key, and the first `take` of those that

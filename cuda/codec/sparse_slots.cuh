@@ -106,7 +106,7 @@ struct sid_slots {
     }
 };
 
-/* All blocks of a finish, through which a codec's finish() works. sid_finish makes one in each thread, calls settle
+/* All blocks of a finish, through which a codec's finish() works. sid_finish_kernel makes one in each thread, calls settle
  * after each pass, then the codec's finish(), and write at the end. All threads of all blocks make each of these
  * calls. */
 struct sid_crew : sid_emission {

@@ -207,6 +207,7 @@ __global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
 __device__ inline void sid_undo(const sid_kept &memory, const sid_group &g, const sid_span &s, const sid_vectors &v,
                                 uint32_t i, uint32_t count) {
     float x[1][SID_QUAD], vec[sid_kept::MOST][SID_QUAD] = {};
+    if (!count) return; /* the vectors may end here */
     sid_get<false>(g, s, i, count, x);
 #pragma unroll
     for (uint32_t m = 0; m < sid_kept::MOST; m++)
