@@ -1,6 +1,6 @@
 """DiLoCo tuned as its authors tune it, and sidcomp's updates beside it at equal bytes and equal tokens.
 
-    python -m benchmarks.bench_diloco --save --ranks 4       # 0.22 million parameters: an hour of two cores
+    python -m benchmarks.bench_diloco --save --ranks 4       # 0.22 million parameters: one to two hours
     python -m benchmarks.bench_diloco --save --minutes 60    # starts no run after an hour; call it again
     python -m benchmarks.bench_diloco --save --seeds 3 --ablation --muon
     python -m benchmarks.bench_diloco --save --width 208     # a million parameters; not timed
