@@ -40,9 +40,8 @@ UNDEF    = $(if $(DARWIN),-undefined dynamic_lookup)
 X86     := $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null))
 CSRC    := $(sort $(wildcard csrc/core/*.c csrc/codec/*.c csrc/memory/*.c csrc/fusion/*.c csrc/exchange/*.c csrc/delta/*.c))
 COBJ     = $(CSRC:%=$O/%.o) $O/isa/base.o $(if $(X86),$O/isa/avx2.o $O/isa/avx512.o)
-BINDING := $(sort $(wildcard python/binding/*.cpp))
 CUSRC   := $(sort $(wildcard cuda/*/*.cu))
-OBJ      = $(if $(NVCC),$(CUSRC:%=$O/%.o)) $(BINDING:%=$O/%.o) $(COBJ) # what takes longest first
+OBJ      = $(if $(NVCC),$(CUSRC:%=$O/%.o)) $O/python/binding/module.cpp.o $(COBJ) # what takes longest first
 
 ext: $(OUT)
 $(OUT): $(OBJ) $O/ld.sig

@@ -1,6 +1,6 @@
-// What the files of the binding share: errors, memory, and the call that enters a concept's classes and functions into
-// the module. sidcomp/_core.pyi is the interface that they make together. Pointers and streams are integers, and no
-// torch header is included, so one build serves every torch. Calls that touch gradients release the GIL.
+// What the parts of the binding share: errors and memory. sidcomp/_core.pyi is the interface that they make together.
+// Pointers and streams are integers, and no torch header is included, so one build serves every torch. Calls that touch
+// gradients release the GIL.
 #ifndef SID_BINDING_COMMON_HPP
 #define SID_BINDING_COMMON_HPP
 
@@ -20,18 +20,6 @@ namespace binding {
 
 namespace py = pybind11;
 using std::string;
-
-// ---- one function a file -----------------------------------------------------------------------------------------
-
-void bind_errors(py::module_ &m);
-void bind_registry(py::module_ &m);
-void bind_buffers(py::module_ &m);
-void bind_delta(py::module_ &m);
-void bind_plan(py::module_ &m);
-void bind_exchange(py::module_ &m);
-void bind_cuda(py::module_ &m); // after plan and exchange, whose classes it completes
-void bind_nccl(py::module_ &m);
-void bind_fusion(py::module_ &m);
 
 // ---- errors ------------------------------------------------------------------------------------------------------
 

@@ -37,8 +37,8 @@ sid_delta_block block_of(const Segments &s, int kind, uint64_t first, uint64_t n
     return b;
 }
 
-py::tuple encode(const Segments *old, const Segments &now, int kind, uint64_t first, uint64_t n, const py::buffer &work,
-                 const py::buffer &out, uint64_t offset) {
+py::tuple encode_block(const Segments *old, const Segments &now, int kind, uint64_t first, uint64_t n,
+                       const py::buffer &work, const py::buffer &out, uint64_t offset) {
     const sid_delta_block b = block_of(now, kind, first, n);
     if (old && (old->count() != now.count() ||
                 !std::equal(old->parts.begin(), old->parts.end(), now.parts.begin(),
@@ -161,8 +161,8 @@ void bind_delta(py::module_ &m) {
     m.def(
         "delta_aligned", [](const py::buffer &data) { return address(View(data, 0, 0, false, "data").at) % 8 == 0; },
         arg("data"));
-    m.def("delta_encode", encode, arg("old").none(true), arg("new"), arg("kind"), arg("first"), arg("n"), arg("work"),
-          arg("out"), arg("offset") = 0);
+    m.def("delta_encode", encode_block, arg("old").none(true), arg("new"), arg("kind"), arg("first"), arg("n"),
+          arg("work"), arg("out"), arg("offset") = 0);
     const auto of_a_body = [&m](const char *name, auto call) {
         m.def(
             name,

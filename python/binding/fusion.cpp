@@ -10,7 +10,7 @@ namespace binding {
 
 namespace {
 
-void check(sid_fuse_status s, const sid_fuse_error &err) {
+void check_fuse(sid_fuse_status s, const sid_fuse_error &err) {
     if (s != SID_FUSE_OK) fail(SID_E_ARG, err.text);
 }
 
@@ -77,7 +77,7 @@ class Instance {
         in_.slowdown_permille = slowdown_permille;
         in_.decode_main = decode_main;
         sid_fuse_error err{};
-        check(sid_fuse_check(&in_, &err), err);
+        check_fuse(sid_fuse_check(&in_, &err), err);
     }
     Instance(const Instance &) = delete;
     Instance &operator=(const Instance &) = delete;
@@ -119,9 +119,9 @@ class Instance {
         out.methods = methods.data();
         sid_fuse_error err{};
         size_t bytes = 0;
-        check(sid_fuse(&in_, &what, nullptr, nullptr, &bytes, &err), err);
+        check_fuse(sid_fuse(&in_, &what, nullptr, nullptr, &bytes, &err), err);
         const Block scratch = make_block(bytes);
-        check(without_gil([&] { return sid_fuse(&in_, &what, &out, scratch.get(), &bytes, &err); }), err);
+        check_fuse(without_gil([&] { return sid_fuse(&in_, &what, &out, scratch.get(), &bytes, &err); }), err);
         ends.resize(out.groups);
         py::dict d;
         d["ends"] = ends;
@@ -138,9 +138,9 @@ class Instance {
         std::vector<sid_row> rows(ends.size());
         int64_t time = 0;
         sid_fuse_error err{};
-        check(sid_fuse_evaluate(&in_, static_cast<uint32_t>(ends.size()), ends.data(), methods.data(), &time,
-                                rows.data(), &err),
-              err);
+        check_fuse(sid_fuse_evaluate(&in_, static_cast<uint32_t>(ends.size()), ends.data(), methods.data(), &time,
+                                     rows.data(), &err),
+                   err);
         py::list timeline;
         for (const sid_row &r : rows)
             timeline.append(py::make_tuple(r.backward.start, r.backward.end, r.encode.start, r.encode.end,
