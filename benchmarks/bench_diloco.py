@@ -12,8 +12,8 @@ a tenth.
 
 Tuning: each of plain DDP, DiLoCo on one rank and DiLoCo on four takes the best of inner rates a factor of two
 apart, widened until the best is not at an edge. DiLoCo's outer rates are 0.2, 0.4, 0.6, 0.8 and 1, with
-Nesterov momentum 0.9, and its inner rates are tried at the best of these. SparseLoCo takes plain DDP's inner
-rate and the best of three outer rates. Beside DiLoCo stands what the scaling laws of its authors
+Nesterov momentum 0.9, and its inner rates are tried at the best of these; so are SparseLoCo's, whose outer
+rates begin with 0.4, 0.65 and 1. Beside DiLoCo stands what the scaling laws of its authors
 (arXiv:2503.09799) predict for this size. sidcomp's rows take plain DDP's rate: they are not tuned. Tuning
 takes seed 0; the rows are the mean of --seeds. A second measure: each result is then trained on as one
 process, on C++ (the headers of torch), and compared again.
@@ -28,7 +28,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -288,42 +288,39 @@ class Runs:
             write(self.file, self.record)
 
 
-def widened(runs: Runs, like: Cell, inner: list[float]) -> Iterator[list[Cell]]:
-    """Cells of these inner rates, and of further ones until the best is not at an edge."""
+def widened(
+    runs: Runs, like: Cell, rate: str, rates: Iterable[float], factor: float = 2.0
+) -> Generator[list[Cell], None, Cell]:
+    """Cells of these inner or outer rates, and of further ones until the best, which it returns, has two
+    neighbours."""
+    tried: list[Any] = list(rates)
     while True:
-        cells = [like._replace(inner=rate) for rate in inner]
+        cells = [like._replace(**{rate: x}) for x in tried]
         if missing := [cell for cell in cells if runs.loss(cell) is None]:
             yield missing
             continue
-        best = runs.best(cells).inner
-        if best == min(inner):
-            inner.append(best / 2)
-        elif best == max(inner):
-            inner.append(best * 2)
+        best = runs.best(cells)
+        of = getattr(best, rate)
+        if of == min(tried):
+            tried.append(of / factor)
+        elif of == max(tried):
+            tried.append(of * factor)
         else:
-            return
+            return best
 
 
-def diloco(runs: Runs, plain: Cell, ranks: int, inner: bool) -> Iterator[list[Cell]]:
-    """DiLoCo's outer rate, and then, if `inner`, the inner one."""
-    like = Cell(DILOCO + plain.way.removeprefix(PLAIN), ranks, plain.inner)
-    cells = [like._replace(outer=rate) for rate in OUTER]
-    yield [cell for cell in cells if runs.loss(cell) is None]
-    best = runs.best(cells)
-    near = [best.inner / 2, best.inner, best.inner * 2] if inner else [best.inner]
+def local(runs: Runs, like: Cell, inner: bool) -> Iterator[list[Cell]]:
+    """The outer rate of DiLoCo or SparseLoCo, and then, if `inner`, the inner one."""
+    best = yield from widened(runs, like, "outer", OF_SPARSE if like.way == SPARSE else OUTER, 1.5)
     if inner:
-        yield from widened(runs, best, near)
-    runs.tuned[str(like)] = runs.best([best._replace(inner=rate) for rate in near])
-
-
-def sparses(plain: Cell, ranks: int) -> list[Cell]:
-    return [Cell(SPARSE, ranks, plain.inner, rate) for rate in OF_SPARSE]
+        best = yield from widened(runs, best, "inner", [best.inner / 2, best.inner, best.inner * 2])
+    runs.tuned[str(like)] = best
 
 
 def shown(runs: Runs, table: str, ranks: list[int]) -> list[Cell]:
     """The rows of seed 0."""
     plain, most = runs.tuned[PLAIN], ranks[-1]
-    sparse = runs.best(sparses(plain, most))
+    sparse = runs.tuned[str(Cell(SPARSE, most, plain.inner))]
     if table == "ablation":
         return [plain, *(sparse._replace(way=way) for way in ABLATION)]
     if table == "muon":
@@ -338,12 +335,12 @@ def plan(runs: Runs, ranks: list[int], seeds: int, tables: list[str]) -> Iterato
     """The runs that are missing; those of a list need not wait for one another."""
     for table in tables:
         if table != "ablation":
-            like, inner = Cell(PLAIN + (MUON if table == "muon" else ""), 0, 0.0), list(INNER)
-            yield from widened(runs, like, inner)
-            plain = runs.tuned[like.way] = runs.best([like._replace(inner=rate) for rate in inner])
+            muon = MUON if table == "muon" else ""
+            plain = yield from widened(runs, Cell(PLAIN + muon, 0, 0.0), "inner", INNER)
+            runs.tuned[plain.way] = plain
             for world in ranks if table == "rows" else ranks[-1:]:
-                yield from diloco(runs, plain, world, table == "rows")
-        yield [x for x in sparses(runs.tuned[PLAIN], ranks[-1]) if runs.loss(x) is None]
+                yield from local(runs, Cell(DILOCO + muon, world, plain.inner), table == "rows")
+        yield from local(runs, Cell(SPARSE, ranks[-1], runs.tuned[PLAIN].inner), True)
         cells = shown(runs, table, ranks)
         every = [cell._replace(seed=seed) for seed in range(seeds) for cell in cells]
         yield [cell for cell in every if runs.loss(cell) is None]

@@ -183,7 +183,7 @@ def test_the_rate_fits_the_steps(steps: int, warm: int) -> None:
     assert (np.diff(rates[warm - 1 :]) < 0).all()
 
 
-BEST = {"plain DDP": (0.016, 0.0), "DiLoCo": (0.001, 0.4)}  # inner and outer rate
+BEST = {"plain DDP": (0.016, 0.0), "DiLoCo": (0.001, 0.4), "SparseLoCo": (0.032, 1.5)}  # inner and outer rate
 
 
 @pytest.fixture
@@ -211,6 +211,8 @@ def test_tuning_goes_on_until_the_best_is_not_at_an_edge(
     inner: dict[tuple[str, int], set[float]] = {(cell.way, cell.ranks): set() for cell in trials}
     for cell in trials:
         inner[cell.way, cell.ranks].add(cell.inner)
+    outer = {cell.outer for cell in trials if cell.way == "SparseLoCo" and cell.inner == 0.016}
+    assert outer == {0.4, 0.65, 1.0, 1.5, 2.25} and inner["SparseLoCo", 4] == {0.008, 0.016, 0.032, 0.064}
     assert inner["plain DDP", 0] == {0.002, 0.004, 0.008, 0.016, 0.032}
     assert inner["DiLoCo", 1] == inner["DiLoCo", 4] == {0.032, 0.016, 0.008, 0.004, 0.002, 0.001, 0.0005}
     table = json.loads((tmp_path / "diloco-96.json").read_text())["rows"]
@@ -219,7 +221,8 @@ def test_tuning_goes_on_until_the_best_is_not_at_an_edge(
         ("DiLoCo", "0.001, 0.4"),
         ("DiLoCo", "0.001, 0.4"),
     ]
-    assert all(row["inner, outer rate"].split(",")[0] == "0.016" for row in table[3:]), "ours are not tuned"
+    assert all(row["inner, outer rate"] == "0.016" for row in table[3:-1]), "ours are not tuned"
+    assert (table[-1]["way"], table[-1]["inner, outer rate"]) == ("SparseLoCo", "0.032, 1.5")
     assert table[2]["each seed"] == "+400.00, +400.00" and table[2]["law"] == "+3.9 %"
     measured = len(trials)
     assert bench_diloco.main(["--width", "96", "--seeds", "2", "--save"]) == 0
