@@ -38,7 +38,7 @@ struct exceptions {
 
 /* ---- encode ------------------------------------------------------------------------------------------------------ */
 
-/* WRITE: the pass that writes the payload; else the one that counts. SLICES: of several; apart, as registers are few. */
+/* WRITE: the pass that writes the payload; else the one that counts. SLICES: it writes several; apart, as registers are few. */
 template <bool WRITE, bool SLICES> struct coder {
     lossless_form f;
     uint8_t *payload;
@@ -48,7 +48,7 @@ template <bool WRITE, bool SLICES> struct coder {
 
     enum {
         LATE = 1,
-        SEVERAL = SLICES ? 2 : 0
+        SEVERAL = !WRITE ? 1 : SLICES ? 2 : 0
     };
     __device__ void move(const sid_several &k, uint32_t slice) {
         payload = sid_payload_of(k, slice, payload);
@@ -424,23 +424,23 @@ uint64_t several(const sid_plan *p) {
     return c.at;
 }
 
-template <bool SLICES> sid_status encode_as(sid_cuda_encoding &c) {
+sid_status encode(sid_cuda_encoding &c) {
     const lossless_form f = lossless_form_of(c.plan);
     const sid_ending e = sid_ending_of(c);
     uint64_t *const starts = carve(c.plan, &c.work);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
-    if (!s) s = sid_pass_tiles(c, coder<false, SLICES>{f, c.payload, c.plan->n, starts});
+    if (!s) s = sid_pass_tiles(c, coder<false, false>{f, c.payload, c.plan->n, starts});
     if (s || c.settles) return s;
     s = sid_launch(c.to, "starts", sid_lossless_starts_kernel, sid_blocks_to_end(c), SID_BLOCK, 0, c.scratch, starts,
                    c.plan->n, c.several);
-    if (!s) s = sid_pass_again(c, coder<true, SLICES>{f, c.payload, c.plan->n, starts});
+    if (!s)
+        s = c.several.count ? sid_pass_again(c, coder<true, true>{f, c.payload, c.plan->n, starts})
+                            : sid_pass_again(c, coder<true, false>{f, c.payload, c.plan->n, starts});
     if (!s)
         s = sid_launch(c.to, "seal", sid_lossless_seal_kernel, sid_blocks_to_end(c), SEAL_BLOCK, 0, e, f,
                        (const uint64_t *)starts);
     return s;
 }
-
-sid_status encode(sid_cuda_encoding &c) { return c.several.count ? encode_as<true>(c) : encode_as<false>(c); }
 
 sid_status decode(sid_cuda_decoding &c) {
     const body b = {lossless_form_of(c.plan), c.plan->n, c.plan->sizes.payload};

@@ -249,20 +249,28 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
         const uint64_t first = at & ~(uint64_t)(f.block - 1), left = first < n ? n - first : 1;
         const uint32_t count = left < f.block ? (uint32_t)left : f.block; /* elements of its block */
         scaling(&of)[SID_ROWS] = s.of[sid_warp()][half];
-        scaling y;
-        const double sum = sum_block(s, x, [](float v, uint32_t) { return sid_bits_f32(sid_key(v)); });
-        y.inverse = __shfl_sync(SID_FULL, quant_edge(f.kind, sum, count), last);
-        if (sid_lane() % 16 < SID_ROWS) of[own].inverse = y.inverse;
+        float edge = 0, scale = 0; /* at first all magnitudes are at or above the edge */
+        double sum = 0, above = 0;
+        /* Three sums by one copy of the code, which is long. A count is exact in float32, too. */
+#pragma unroll 1
+        for (uint32_t turn = 0; turn < 3; turn++) {
+            if (sid_lane() % 16 < SID_ROWS) of[own] = {scale, edge};
+            __syncwarp();
+            const double found = sum_block(s, x, [&](float v, uint32_t r) {
+                const float one = turn < 2 ? sid_bits_f32(sid_key(v)) : 1.0f;
+                return sid_key(v) >= sid_f32_bits(of[r].inverse) ? one : 0.0f;
+            });
+            __syncwarp();
+            if (turn == 0)
+                edge = __shfl_sync(SID_FULL, quant_edge(f.kind, sum = found, count), last);
+            else if (turn == 1)
+                above = found;
+            else
+                scale = __shfl_sync(SID_FULL, quant_fit(f.kind, sum, above, count, (uint32_t)found), last);
+        }
+        if (sid_lane() % 16 < SID_ROWS) of[own].scale = scale;
         __syncwarp();
-        const auto high = [&](float v, uint32_t r) { return sid_key(v) >= sid_f32_bits(of[r].inverse); };
-        const double above =
-            sum_block(s, x, [&](float v, uint32_t r) { return high(v, r) ? sid_bits_f32(sid_key(v)) : 0.0f; });
-        double number = (double)sum_rows<uint32_t>(x, [&](float v, uint32_t r) { return (uint32_t)high(v, r); });
-        if (blocks.rows > SID_ROWS) number = across(s, number);
-        y.scale = __shfl_sync(SID_FULL, quant_fit(f.kind, sum, above, count, (uint32_t)number), last);
-        if (sid_lane() % 16 < SID_ROWS) of[own].scale = y.scale;
-        __syncwarp();
-        return y.scale;
+        return scale;
     }
 
     /* All to s.of; returns that of the row that is this lane modulo SID_ROWS, and of its half. */
