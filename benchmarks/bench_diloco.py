@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_diloco --save --ranks 4       # 0.22 million parameters: one to two hours
     python -m benchmarks.bench_diloco --save --minutes 60    # starts no run after an hour; call it again
-    python -m benchmarks.bench_diloco --save --seeds 3 --ablation --muon
+    python -m benchmarks.bench_diloco --save --seeds 3 --ablation --hundredth --muon
     python -m benchmarks.bench_diloco --save --width 208     # a million parameters; not timed
 
 A transformer over bytes reads 20 bytes a parameter, without repeats, of the Python sources of torch. All ways
@@ -71,11 +71,29 @@ OURS = {
     "updates, int4, every 13": Way("int4", {"every": 13, "options": TWICE}),
     "updates, 1 bit, every 32": Way("deadzone", {"bits": 1.0, "every": 32, "options": TWICE}),
 }
+BY_ROWS, UNCORRECTED, MEMORY = (
+    sidcomp.Options(noise_correction="rows"),
+    sidcomp.Options(noise_correction=False),
+    sidcomp.Options(noise_correction=True, error="memory", exchange="twoshot"),
+)
+HUNDREDTH = {
+    "updates, 1/100": OURS["updates, 1/100"],
+    "values of 4 bits": Way("auto", {"ratio": 100, "values": "log4"}),
+    "1 bit, every 3": Way("deadzone", {"bits": 1.0, "every": 3, "options": TWICE}),
+    "2 bits, every 6": Way("int2", {"every": 6, "options": TWICE}),
+    "updates, int4, every 13": OURS["updates, int4, every 13"],
+    "1/32 in the first 432 steps": Way("auto", {"density": sidcomp.Schedule({0: 0.145, 432: 0.0366})}),
+    "noise correction by rows": Way("auto", {"ratio": 100, "options": BY_ROWS}),
+    "no noise correction": Way("auto", {"ratio": 100, "options": UNCORRECTED}),
+    "error in memory": Way("auto", {"ratio": 100, "options": MEMORY}),
+    "error in memory, decay 0.95": Way("auto", {"ratio": 100, "beta": 0.95, "options": MEMORY}),
+}
 SPARSE = "SparseLoCo"
 OF_SPARSE = (0.4, 0.65, 1.0)  # outer rates
 TABLES = {
     "rows": "DiLoCo, tuned, and sidcomp at equal tokens",
     "ablation": "SparseLoCo, one setting changed at a time",
+    "hundredth": "Updates at a hundredth of the bytes, one setting changed at a time",
     "muon": "The same with Muon",
 }
 ABLATION: dict[str, dict[str, Any]] = {
@@ -121,8 +139,8 @@ def sparse(outer: Any, codec: str = "topk", memory: str = "residual", **settings
 
 def way_of(cell: Cell) -> Way:
     name = cell.way.removesuffix(MUON)
-    if name in OURS:
-        return OURS[name]
+    if ours := {**HUNDREDTH, **OURS}.get(name):
+        return ours
     if name in ABLATION:
         return sparse(partial(torch.optim.SGD, lr=cell.outer), **ABLATION[name])
     nesterov = partial(torch.optim.SGD, lr=cell.outer, momentum=0.9, nesterov=True)
@@ -323,6 +341,8 @@ def shown(runs: Runs, table: str, ranks: list[int]) -> list[Cell]:
     sparse = runs.tuned[str(Cell(SPARSE, most, plain.inner))]
     if table == "ablation":
         return [plain, *(sparse._replace(way=way) for way in ABLATION)]
+    if table == "hundredth":
+        return [plain, *(Cell(way, most, plain.inner) for way in HUNDREDTH)]
     if table == "muon":
         own = runs.tuned[PLAIN + MUON]
         ours = [Cell(way + MUON, most, own.inner) for way in OURS]
@@ -334,7 +354,7 @@ def shown(runs: Runs, table: str, ranks: list[int]) -> list[Cell]:
 def plan(runs: Runs, ranks: list[int], seeds: int, tables: list[str]) -> Iterator[list[Cell]]:
     """The runs that are missing; those of a list need not wait for one another."""
     for table in tables:
-        if table != "ablation":
+        if table in ("rows", "muon"):
             muon = MUON if table == "muon" else ""
             plain = yield from widened(runs, Cell(PLAIN + muon, 0, 0.0), "inner", INNER)
             runs.tuned[plain.way] = plain
@@ -392,6 +412,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--seeds", type=int, default=1, help="of the rows: 0, 1, ... (default 1)")
     add("--ablation", action="store_true", help="also SparseLoCo with one setting changed at a time")
+    add("--hundredth", action="store_true", help="also updates at 1/100 with one setting changed at a time")
     add("--muon", action="store_true", help="also with Muon for the matrices")
     add("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
     add("--save", action="store_true", help="keep the results in benchmarks/results")
