@@ -648,7 +648,7 @@ def test_auto_waits_longer_only_where_loss_may_be_lost(tmp_path: Path, accuracy:
 
 def test_the_report_has_the_time_and_the_measured_loss_of_every_candidate() -> None:
     for adam, ours, theirs in (
-        (True, "+2.8 % of loss on 4 ranks", "int4 1 ms, 1 % of a step, -0.3 % of loss on 2 ranks"),
+        (True, "+2.2 % of loss on 4 ranks", "int4 1 ms, 1 % of a step, -0.3 % of loss on 2 ranks"),
         (False, "+0.2 % of loss on 2 ranks", "int4 1 ms, 1 % of a step"),
     ):
         specs = choice.CANDIDATES if adam else choice.WITH_SGD
