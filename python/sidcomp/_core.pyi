@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, TypedDict, overload
 
+from typing_extensions import Unpack
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 version: str
@@ -117,7 +119,60 @@ state_lasting: tuple[tuple[int, int], ...]  # first and end of the parts of a he
 extra_unit_bytes: int  # the size of the codec's own part of a state is a multiple of this
 max_vectors: int  # the maximum that a memory keeps
 
-class Exchange:
+# Keywords that several calls take.
+
+class _Call(TypedDict):
+    step: int
+    seed: int
+    group: int
+
+class _Reads(TypedDict, total=False):
+    carry: float  # multiplies the residual before the gradient is added
+    origin: int  # the state that the step reads, in bytes from the buffers' state; 0: in place
+
+class _Ranked(_Call):
+    rank: int
+    world: int
+
+class _Stream(TypedDict):
+    device: int
+    stream: int
+
+class _Advance(_Call, _Reads): ...
+class _Encode(_Ranked, _Reads): ...
+class _RankedOnDevice(_Ranked, _Stream): ...
+
+class _EncodeOnDevice(_Encode, _Stream):
+    stats: int
+
+class _AdvanceOnDevice(_Advance, _Stream):
+    stats: int
+    report: int
+
+class _Memory:
+    """What Plan and Exchange say of a group's state, and do with it. CUDA: all calls enqueue on `stream` of
+    `device`."""
+
+    n: int
+    k: int
+    state_bytes: int
+    work_bytes: int
+    vectors: int
+    def residual_out(self, state: int, out: int) -> None: ...
+    def residual_in(self, state: int, values: int) -> None: ...
+    def unsend(self, state: int) -> None: ...
+    def forget(self, state: int) -> None: ...  # clears the residual; momenta start from 0
+    def rescale(self, state: int, factor: float) -> None: ...
+    def cuda_work_bytes(self) -> int:
+        """Raises UnsupportedError if the exchange, codec or memory has no CUDA kernels."""
+
+    def cuda_settle(self, buffers: DeviceBuffers, **where: Unpack[_Stream]) -> None: ...
+    def cuda_unsend(self, state: int, **where: Unpack[_Stream]) -> None: ...
+    def cuda_checksum(
+        self, buffers: DeviceBuffers, *, report: int, sum: int, **where: Unpack[_Stream]
+    ) -> None: ...
+
+class Exchange(_Memory):
     """One rank's part in an exchange that sends messages; sidcomp.h says what its rounds do."""
 
     def __init__(
@@ -132,12 +187,8 @@ class Exchange:
         settings: Mapping[str, float | int | str] = ...,  # parameters of exchange, codec and memory
         isa: str | None = None,
     ) -> None: ...
-    n: int
     rank: int
     world: int
-    k: int
-    state_bytes: int
-    work_bytes: int
     wire_bytes: int
     sent_bytes: int  # what a rank sends in a step: the maximum over the ranks
     control_bytes: int  # the part of them that the last round sends, which reports success or failure
@@ -148,97 +199,29 @@ class Exchange:
     in_node: float  # vectors that it sends, adds and gets back uncompressed inside its node
     ring_passes: int  # passes of a vector, if the process group does the exchange in a ring; else 0
     rounds: int
-    vectors: int
     # Parts of the state: offset, first element, elements, whether it is kept for all ranks.
     shares: list[tuple[int, int, int, bool]]
     def messages(self, round: int, receive: bool) -> list[tuple[int, int, int]]:  # peer, offset, bytes
         ...
     def advance(
-        self,
-        round: int,
-        buffers: Buffers,
-        *,
-        step: int,
-        seed: int,
-        group: int,
-        carry: float = ...,  # multiplies the residual before the gradient is added
-        origin: int = ...,  # the state that the step reads, in bytes from the buffers' state; 0: in place
+        self, round: int, buffers: Buffers, **at: Unpack[_Advance]
     ) -> bool: ...  # after the last round: whether the step was not finite
     has_meanwhile: bool
     def meanwhile(  # optional work while the messages of `round` travel
-        self,
-        round: int,
-        buffers: Buffers,
-        *,
-        step: int,
-        seed: int,
-        group: int,
+        self, round: int, buffers: Buffers, **at: Unpack[_Call]
     ) -> None: ...
-    def cuda_work_bytes(self) -> int:
-        """Raises UnsupportedError if the exchange, codec or memory has no CUDA kernels."""
-
-    def cuda_advance(
-        self,
-        round: int,
-        buffers: DeviceBuffers,
-        *,
-        step: int,
-        seed: int,
-        group: int,
-        carry: float = ...,
-        origin: int = ...,
-        stats: int,
-        report: int,
-        device: int,
-        stream: int,
-    ) -> None: ...
+    def cuda_advance(self, round: int, buffers: DeviceBuffers, **at: Unpack[_AdvanceOnDevice]) -> None: ...
     def cuda_meanwhile(  # where every cuda_advance of the step was given cuda_beside
-        self,
-        round: int,
-        buffers: DeviceBuffers,
-        *,
-        step: int,
-        seed: int,
-        group: int,
-        carry: float = ...,
-        origin: int = ...,
-        stats: int,
-        report: int,
-        device: int,
-        stream: int,
+        self, round: int, buffers: DeviceBuffers, **at: Unpack[_AdvanceOnDevice]
     ) -> None: ...
-    def cuda_settle(
-        self,
-        buffers: DeviceBuffers,
-        *,
-        device: int,
-        stream: int,
-    ) -> None: ...
-    def cuda_unsend(self, state: int, *, device: int, stream: int) -> None: ...
-    def cuda_checksum(
-        self,
-        buffers: DeviceBuffers,
-        *,
-        report: int,
-        sum: int,
-        device: int,
-        stream: int,
-    ) -> None: ...
-    def abandon(self, buffers: Buffers, *, step: int, seed: int, group: int) -> None: ...
-    def residual_out(self, state: int, out: int) -> None: ...
-    def residual_in(self, state: int, values: int) -> None: ...
-    def unsend(self, state: int) -> None: ...
-    def forget(self, state: int) -> None: ...  # clears the residual; momenta start from 0
-    def rescale(self, state: int, factor: float) -> None: ...
+    def abandon(self, buffers: Buffers, **at: Unpack[_Call]) -> None: ...
 
 def loopback(
     exchanges: Sequence[Exchange],
     buffers: Sequence[Buffers],
     *,
-    step: int,
-    seed: int,
-    group: int,
     carry: float = ...,
+    **at: Unpack[_Call],
 ) -> tuple[bool, list[int], list[int]]: ...  # not finite?; bytes sent by each rank; of these, for control
 
 class Nccl:
@@ -310,17 +293,7 @@ class DeviceGroup:
         shown: int,
         in_place: bool = False,
     ) -> None: ...
-    def step(
-        self,
-        communicator: Communicator,
-        *,
-        step: int,
-        seed: int,
-        group: int,
-        carry: float = ...,
-        origin: int = ...,
-        stream: int,
-    ) -> None:
+    def step(self, communicator: Communicator, *, stream: int, **at: Unpack[_Advance]) -> None:
         """Enqueues encode, all-gather or all-reduce, and decode, or the rounds of an exchange. The report,
         with step + 1, is copied to `shown`."""
     def kept(self) -> bytes:
@@ -347,7 +320,7 @@ def cuda_cancel(sent: int, count: int, *, always: bool, device: int, stream: int
 def cuda_show(report: int, mark: int, shown: int, *, device: int, stream: int) -> None:
     """Enqueues a copy of nonfinite, culprit, status and `mark` to pinned host memory."""
 
-class Plan:
+class Plan(_Memory):
     def __init__(
         self,
         codec: str,
@@ -361,8 +334,6 @@ class Plan:
     ) -> None: ...
     codec: str
     memory: str
-    n: int
-    k: int
     dtype: str
     isa: str
     linear: bool
@@ -371,37 +342,13 @@ class Plan:
     body_offset: int
     body_count: int
     body_dtype: str
-    state_bytes: int
-    work_bytes: int
     extra_bytes: int  # the codec's own part of the state, after the vectors
     conserves: bool  # False: the codec drops a part of the gradient that it neither sends nor keeps
     reductions: int  # linear codecs: how many sums over the ranks a step takes; else 1
     ranks: int  # linear codecs: the maximum number of ranks whose bodies can be summed; 0: no limit
     slices: list[tuple[int, int]]  # linear codecs: offset in bytes and elements, for each reduction
-    vectors: int
-    def encode(
-        self,
-        buffers: Buffers,
-        *,
-        step: int,
-        seed: int,
-        group: int,
-        rank: int,
-        world: int,
-        carry: float = ...,  # multiplies the residual before the gradient is added
-        origin: int = ...,  # the state that the step reads, in bytes from the buffers' state; 0: in place
-    ) -> Stats: ...
-    def next_reduction(
-        self,
-        reduction: int,
-        buffers: Buffers,
-        *,
-        step: int,
-        seed: int,
-        group: int,
-        rank: int,
-        world: int,
-    ) -> None: ...
+    def encode(self, buffers: Buffers, **at: Unpack[_Encode]) -> Stats: ...
+    def next_reduction(self, reduction: int, buffers: Buffers, **at: Unpack[_Ranked]) -> None: ...
     def decode(
         self,
         payloads: int,
@@ -424,40 +371,9 @@ class Plan:
         """As decode, of payloads that lie anywhere, each at a multiple of 8 bytes."""
     def learn(self, state: int, payload: int) -> None: ...
     def check(self, payload: int, nbytes: int, *, step: int = ..., group: int = ...) -> None: ...
-    def residual_out(self, state: int, out: int) -> None: ...
-    def residual_in(self, state: int, values: int) -> None: ...
-    def unsend(self, state: int) -> None: ...
-    def forget(self, state: int) -> None: ...  # clears the residual; momenta start from 0
-    def rescale(self, state: int, factor: float) -> None: ...
-    # CUDA: all calls enqueue on `stream` of `device`
-    def cuda_work_bytes(self) -> int: ...
-    def cuda_encode(
-        self,
-        buffers: DeviceBuffers,
-        *,
-        step: int,
-        seed: int,
-        group: int,
-        rank: int,
-        world: int,
-        carry: float = ...,
-        origin: int = ...,
-        stats: int,
-        device: int,
-        stream: int,
-    ) -> None: ...
+    def cuda_encode(self, buffers: DeviceBuffers, **at: Unpack[_EncodeOnDevice]) -> None: ...
     def cuda_next_reduction(
-        self,
-        reduction: int,
-        buffers: DeviceBuffers,
-        *,
-        step: int,
-        seed: int,
-        group: int,
-        rank: int,
-        world: int,
-        device: int,
-        stream: int,
+        self, reduction: int, buffers: DeviceBuffers, **at: Unpack[_RankedOnDevice]
     ) -> None: ...
     def cuda_decode(
         self,
@@ -470,25 +386,7 @@ class Plan:
         step: int,
         group: int,
         report: int,
-        device: int,
-        stream: int,
-    ) -> None: ...
-    def cuda_settle(
-        self,
-        buffers: DeviceBuffers,
-        *,
-        device: int,
-        stream: int,
-    ) -> None: ...
-    def cuda_unsend(self, state: int, *, device: int, stream: int) -> None: ...
-    def cuda_checksum(
-        self,
-        buffers: DeviceBuffers,
-        *,
-        report: int,
-        sum: int,
-        device: int,
-        stream: int,
+        **where: Unpack[_Stream],
     ) -> None: ...
 
 class OptionInfo(TypedDict):
