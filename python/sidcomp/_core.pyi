@@ -72,14 +72,10 @@ class Buffers:
     memory: the caller does that."""
 
     def __init__(self, segments: Segments, state: int = 0, work: int = 0, payload: int = 0) -> None: ...
-    @property
-    def segments(self) -> Segments: ...
-    @property
-    def state(self) -> int: ...
-    @property
-    def work(self) -> int: ...
-    @property
-    def payload(self) -> int: ...
+    segments: Segments
+    state: int
+    work: int
+    payload: int
 
 class DeviceBuffers:
     """The same on a device. table: the address of a copy of `Segments.table()`; n_segments: the number of its
@@ -88,16 +84,11 @@ class DeviceBuffers:
     def __init__(
         self, table: int, n_segments: int, state: int = 0, work: int = 0, payload: int = 0
     ) -> None: ...
-    @property
-    def table(self) -> int: ...
-    @property
-    def n_segments(self) -> int: ...
-    @property
-    def state(self) -> int: ...
-    @property
-    def work(self) -> int: ...
-    @property
-    def payload(self) -> int: ...
+    table: int
+    n_segments: int
+    state: int
+    work: int
+    payload: int
 
 class Stats:
     """The statistics of the last encode: sid_stats in sidcomp.h explains each."""
