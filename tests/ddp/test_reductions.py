@@ -30,7 +30,6 @@ from cases import CASES, Case, Trainer, bits, square
 from common import CODECS, Array, flat, groups_of, make_state, residuals_of, shaped
 from harness import on_ranks, run
 from sidcomp import _core
-from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.doors.ddp import register
 from sidcomp.simulation import Loopback
 from torch import nn
@@ -382,7 +381,7 @@ LATE: dict[str, tuple[list[tuple[type[Any], str]], list[float]]] = {
         [(_core.Plan, method) for method in ("encode", "next_reduction", "decode")],
         [0, 0, 0, 0.001, 0.004],
     ),
-    "messages": ([(MessagePlan, "advance")], [0, 0, 0, 0, 0.0005, 0.003]),
+    "messages": ([(_core.Exchange, "advance")], [0, 0, 0, 0, 0.0005, 0.003]),
 }
 
 
@@ -717,18 +716,18 @@ SUMMED: Settings = {"codec": "fp16", "exchange": "hierarchical", "ranks_per_node
 def test_a_message_that_changed_fails_all_ranks(rank: int, world: int, settings: Settings) -> None:
     """In step 3 rank 0 gets a message that has changed."""
     trainer, state = trained(rank, "default", "model", **settings)
-    original, calls = MessagePlan.advance, 0
+    original, calls = _core.Exchange.advance, 0
 
-    def changing(self: MessagePlan, round: int, buffers: _core.Buffers, **step: Any) -> bool:
+    def changing(self: _core.Exchange, round: int, buffers: _core.Buffers, **step: Any) -> bool:
         nonlocal calls
         calls += round == 1
         if rank == 0 and calls == 3 and round == 1:
-            _, offset, size = self.core.messages(0, True)[0]
+            _, offset, size = self.messages(0, True)[0]
             byte = ctypes.c_uint8.from_address(buffers.payload + offset + size // 2)
             byte.value ^= 0x10
         return original(self, round, buffers, **step)
 
-    MessagePlan.advance = changing  # type: ignore[method-assign]
+    _core.Exchange.advance = changing  # type: ignore[method-assign]
     texts: list[Any] = []
     for step in range(5):
         before = residuals_of(state) if step else {}

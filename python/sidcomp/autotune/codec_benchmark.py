@@ -55,7 +55,7 @@ class Candidate:
         codec, memory, parameters = self.resolved
         assert self.choice is not None
         n = nbytes // dtype.itemsize
-        return self.choice.plan(codec.name, memory.name, n, DTYPES[dtype], parameters, place, isa)
+        return MessagePlan(self.choice, codec.name, memory.name, n, DTYPES[dtype], parameters, place, isa)
 
 
 class Gradients:

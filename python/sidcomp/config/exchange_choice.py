@@ -60,23 +60,6 @@ class ExchangeChoice:
     def saved(self) -> dict[str, Any]:
         return {"exchange": self.exchange.name, "parameters": dict(self.parameters)}
 
-    def plan(
-        self,
-        codec: str,
-        memory: str,
-        n: int,
-        dtype: str,
-        settings: Mapping[str, Setting],
-        place: tuple[int, int],
-        isa: str | None,
-    ) -> "MessagePlan":
-        both = set(settings) & set(self.parameters)
-        if both:
-            raise ArgumentError(
-                f"{codec} and {self.exchange.name} both have {', '.join(sorted(both))}: choose another one"
-            )
-        return MessagePlan(self, codec, memory, n, dtype, {**settings, **self.parameters}, place, isa)
-
     def warn(self, world: int) -> None:
         """Logs a warning if this number of ranks makes a torus a ring."""
         rows = any(p.name == "rows" for p in self.exchange.parameters)
@@ -113,12 +96,14 @@ class MessagePlan:
         place: tuple[int, int],
         isa: str | None,
     ) -> None:
+        name = choice.exchange.name
+        if both := set(settings) & set(choice.parameters):
+            raise ArgumentError(f"{codec} and {name} both have {', '.join(sorted(both))}: choose another one")
         rank, world = self.place = place
         self.choice = choice
         self.codec, self.memory, self.n, self.dtype = codec, memory, n, dtype
-        x = self.core = _core.Exchange(
-            choice.exchange.name, codec, memory, n, dtype, rank, world, settings, isa
-        )
+        values = {**settings, **choice.parameters}
+        x = self.core = _core.Exchange(name, codec, memory, n, dtype, rank, world, values, isa)
         self.rounds, self.vectors, self.k = x.rounds, x.vectors, x.k
         self.state_bytes, self.work_bytes, self.wire_bytes = x.state_bytes, x.work_bytes, x.wire_bytes
         self.payload_bytes = x.sent_bytes
@@ -127,21 +112,6 @@ class MessagePlan:
         self.residual_out, self.residual_in = x.residual_out, x.residual_in
         self.unsend, self.forget, self.rescale = x.unsend, x.forget, x.rescale
         self.cuda_settle, self.cuda_unsend, self.cuda_checksum = x.cuda_settle, x.cuda_unsend, x.cuda_checksum
-
-    def advance(
-        self,
-        round: int,
-        buffers: _core.Buffers,
-        *,
-        step: int,
-        seed: int,
-        group: int,
-        carry: float = 1.0,
-        origin: int = 0,
-    ) -> bool:
-        return self.core.advance(
-            round, buffers, step=step, seed=seed, group=group, carry=carry, origin=origin
-        )
 
     def leaving(self, local: int) -> int:
         """The bytes that this rank sends to other nodes. A node has `local` ranks."""

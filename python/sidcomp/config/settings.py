@@ -328,12 +328,12 @@ class Settings:
             values["density"] = max(float(values.get("density", w.density)), floor)
         w.check()
         if w.choice is not None and w.in_messages and place is not None:
-            return w.choice.plan(w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
+            return MessagePlan(w.choice, w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
         plan = _core.Plan(w.codec.name, w.memory.name, n, dtype, values, shapes=shapes, **extra)
         if place is not None:
             check_ranks(plan, place[1])
             if (choice := self.instead(w, plan, values, place[1])) is not None:
-                return choice.plan(w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
+                return MessagePlan(choice, w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
         return plan
 
     def instead(

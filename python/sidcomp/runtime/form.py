@@ -264,7 +264,7 @@ class MessageForm(Form):
     ) -> bool:
         if round > self.plan.rounds:
             return False  # a rank alone: the call before has done everything
-        nonfinite: bool = self.plan.advance(
+        nonfinite: bool = self.plan.core.advance(
             round, buffers, step=at.step, seed=at.seed, group=at.group, carry=carry, origin=origin
         )
         return nonfinite
