@@ -319,7 +319,7 @@ class Plan(_Memory):
         n: int,
         dtype: str,  # "float32", "float16" or "bfloat16"
         settings: Mapping[str, float | int | str] = ...,
-        isa: str = ...,  # "auto", "base", "avx2", "avx512" or "avx512vbmi2"
+        isa: str | None = None,  # "auto", "base", "avx2", "avx512" or "avx512vbmi2"
         flush: bool = False,  # the lossless codec has the memory too, to send the residual
         shapes: Sequence[tuple[int, int]] | None = None,  # elements and columns of each tensor in the group
     ) -> None: ...

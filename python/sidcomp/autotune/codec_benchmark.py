@@ -45,9 +45,8 @@ class Candidate:
 
     def plan(self, nbytes: int, dtype: torch.dtype, isa: str | None) -> _core.Plan:
         codec, memory, parameters = self.resolved
-        extra: dict[str, Any] = {} if isa is None else {"isa": isa}
         n = nbytes // dtype.itemsize
-        return _core.Plan(codec.name, memory.name, n, DTYPES[dtype], parameters, **extra)
+        return _core.Plan(codec.name, memory.name, n, DTYPES[dtype], parameters, isa)
 
     def message_plan(
         self, nbytes: int, dtype: torch.dtype, place: tuple[int, int], isa: str | None

@@ -256,9 +256,7 @@ class Settings:
     @property
     def start(self) -> Regime:
         """The regime in which training begins."""
-        if not self.planned:
-            return Regime(self.groups)
-        return Regime("bucket", (DENSE,))
+        return PLAIN if self.planned else Regime(self.groups)
 
     def candidate(self, index: int) -> Candidate:
         return (
@@ -313,14 +311,12 @@ class Settings:
     ) -> "_core.Plan | MessagePlan":
         """The plan of a group of n elements in iteration `step`. shapes: (elements, columns) of each tensor.
         place: rank and world size, if they are known."""
-        extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
         if candidate == DENSE:
             first = self.candidates[0]
             if not (regime.flush or self.momentum):
-                return _core.Plan("none", "none", n, dtype, {}, **extra)
-            own = {p.name for p in first.memory.parameters}
-            parameters = {k: v for k, v in schedule.at(first.parameters, step).items() if k in own}
-            return _core.Plan("none", first.memory.name, n, dtype, parameters, flush=regime.flush, **extra)
+                return _core.Plan("none", "none", n, dtype, {}, self.isa)
+            values = schedule.at(first.parameters, step)
+            return self._memory_plan(n, dtype, first.memory, values, regime.flush)
         w = self.candidate(candidate)
         values = schedule.at(w.parameters, step)
         floor = regime.floor(step)
@@ -329,7 +325,7 @@ class Settings:
         w.check()
         if w.choice is not None and w.in_messages and place is not None:
             return MessagePlan(w.choice, w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
-        plan = _core.Plan(w.codec.name, w.memory.name, n, dtype, values, shapes=shapes, **extra)
+        plan = _core.Plan(w.codec.name, w.memory.name, n, dtype, values, self.isa, shapes=shapes)
         if place is not None:
             check_ranks(plan, place[1])
             if (choice := self.instead(w, plan, values, place[1])) is not None:
@@ -363,10 +359,14 @@ class Settings:
     def full_plan(self, n: int, dtype: str, candidate: int) -> _core.Plan:
         """The plan of the full-precision steps, which also send the residual."""
         w = self.candidate(candidate)
-        own = {p.name for p in w.memory.parameters}
-        parameters = {k: v for k, v in schedule.last(w.parameters).items() if k in own}
-        extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
-        return _core.Plan("none", w.memory.name, n, dtype, parameters, flush=True, **extra)
+        return self._memory_plan(n, dtype, w.memory, schedule.last(w.parameters), flush=True)
+
+    def _memory_plan(
+        self, n: int, dtype: str, memory: Codec, values: Mapping[str, Setting], flush: bool
+    ) -> _core.Plan:
+        """A plan without a codec. values: those of the memory, among others."""
+        own = {p.name: values[p.name] for p in memory.parameters if p.name in values}
+        return _core.Plan("none", memory.name, n, dtype, own, self.isa, flush)
 
     def full(self, step: int) -> bool:
         """Whether iteration `step`, counted from 0, is a full-precision step."""

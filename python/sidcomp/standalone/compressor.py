@@ -201,14 +201,16 @@ class Compressor:
         _sized(n, isa)
         self.codec, self.memory, self.parameters = resolve(codec, memory, parameters)
         name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
-        extra: dict[str, Any] = {} if isa is None else {"isa": isa}
+        matrices: list[tuple[int, int]] | None = None
         if shapes is not None:
             if not is_list(shapes) or not all(is_list(s) and all(map(is_whole, s)) for s in shapes):
                 raise ArgumentError(
                     f"shapes={shapes!r}: give the shapes of the tensors, such as [(64, 3, 7, 7), (64,)]"
                 )
-            extra["shapes"] = [(math.prod(s), math.prod(s[1:]) if len(s) > 1 else 1) for s in shapes]
-        self.plan = _core.Plan(self.codec.name, self.memory.name, int(n), name, self.parameters, **extra)
+            matrices = [(math.prod(s), math.prod(s[1:]) if len(s) > 1 else 1) for s in shapes]
+        self.plan = _core.Plan(
+            self.codec.name, self.memory.name, int(n), name, self.parameters, isa, shapes=matrices
+        )
         check_ranks(self.plan, world)
         self.n = int(n)
         self.dtype = name
@@ -266,8 +268,6 @@ class Compressor:
             buffers = _core.Buffers(_segments(source), self._state.ptr, self._work.ptr, view.ptr)
             self.plan.next_reduction(reduction, buffers, **at)
         return payload
-
-    next_round = next_reduction  # its earlier name
 
     def decode(self, payloads: Any, out: Any = None, scale: float = 1.0) -> Any:
         """Returns scale times the sum of the payloads' vectors, summed in their order in float32 and rounded
