@@ -136,14 +136,7 @@ def _explain_named(p: Engine) -> str:
     """Explains what the State does with a codec and groups that the program has named."""
     if p.exchange is None or p.layout is None:
         return "sidcomp: there are no groups yet: train some steps first"
-    some = any(map(announcement.compressed, p.groups))
-    shapes = {name: shape for b in p.layout.buckets for name, shape in zip(b.names, b.shapes, strict=True)}
-    lines = [
-        "sidcomp: "
-        + announcement.line(p.settings, shapes, p.groups, p.exchange.world, p.plain, p.beside, p.updates)
-        if some
-        else "sidcomp: " + announcement.nothing(p.settings, shapes, p.groups)
-    ]
+    lines = [f"sidcomp: {announcement.line(p)}"]
     rows = _groups(p, [])
     took = [row["measured_ps"] for row in rows if row["measured_ps"] is not None]
     if took:

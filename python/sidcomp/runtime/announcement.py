@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from sidcomp.config.grouping import DENSE, shorten
-from sidcomp.config.policy import Shapes
 from sidcomp.config.settings import Settings
+from sidcomp.runtime.engine_state import EngineState
 from sidcomp.runtime.group import Group, ring_bytes
 
 _WIDTH = 4  # bytes an element of plain DDP's gradient, which is float32 here whatever its dtype
@@ -34,42 +34,31 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
-def line(
-    settings: Settings,
-    shapes: Shapes,
-    groups: Sequence[Group],
-    world: int,
-    plain: str,
-    beside: int,
-    updates: bool,
-) -> str:
-    """Describes groups, some of which are compressed. shapes: those of the model's parameters. plain: what
-    trains it without sidcomp. beside: bytes of the door's own all-reduce, for a noise correction. updates:
-    the groups hold what optimizers did, not gradients."""
-    some = [g for g in groups if compressed(g)]
+def line(p: EngineState) -> str:
+    """Describes what an engine does with its groups."""
+    assert p.exchange is not None
+    settings, world = p.settings, p.exchange.world
+    left = _left_out(p)
+    some = [g for g in p.groups if compressed(g)]
+    if not some:
+        return f"nothing is compressed: {left or 'the model has no gradients'}"
     codecs = list(dict.fromkeys(way(settings, g) for g in some))
     exchanges = list(dict.fromkeys(exchange_of(g) for g in some))
-    tensors, nbytes = _amount(groups)
+    tensors, nbytes = _amount(p.groups)
     inside, less = _amount(some)
     text = (
         f"{shorten(codecs, 2)} compresses {inside} of {tensors} tensors, {size(less)} of {size(nbytes)} of "
-        f"{'updates' if updates else 'gradients'} ({100 * less / nbytes:.1f} %), by "
+        f"{'updates' if p.updates else 'gradients'} ({100 * less / nbytes:.1f} %), by "
         f"{' and '.join(exchanges)} over {world} ranks"
     )
     if any(g.in_messages and settings.candidate(g.spec.candidate).choice is None for g in some):
         text += ", which sends fewer bytes than an all-gather here, and encodes their mean a second time"
-    text += _traffic(groups, world, plain, beside)
-    if left := _left_out(settings, shapes, groups):
+    text += _traffic(p, world)
+    if left:
         text += f". Uncompressed: {left}"
-    if updates:
+    if p.updates:
         text += ". Each rank has parameters of its own: evaluate and save inside run.common()"
     return text
-
-
-def nothing(settings: Settings, shapes: Shapes, groups: Sequence[Group]) -> str:
-    """Says that no group is compressed, and why."""
-    left = _left_out(settings, shapes, groups)
-    return f"nothing is compressed: {left}" if left else "nothing is compressed: the model has no gradients"
 
 
 def _amount(groups: Sequence[Group]) -> tuple[int, int]:
@@ -78,31 +67,31 @@ def _amount(groups: Sequence[Group]) -> tuple[int, int]:
     return len(pieces), sum(p.numel * p.itemsize for p in pieces)
 
 
-def _traffic(groups: Sequence[Group], world: int, plain: str, beside: int) -> str:
+def _traffic(p: EngineState, world: int) -> str:
     if world < 2:
         return "; one rank sends nothing"
-    noise = ring_bytes(beside, world)
-    sent = sum(g.wire_bytes(world) for g in groups) + noise
-    elements = sum(g.n for g in groups)
+    noise = ring_bytes(p.beside, world)
+    sent = sum(g.wire_bytes(world) for g in p.groups) + noise
+    elements = sum(g.n for g in p.groups)
     dense = ring_bytes(_WIDTH * elements, world)
     text = f"; a rank sends {size(sent)} a step ({8 * sent / elements:#.3g} bits an element"
     if noise:
         text += f"; {size(noise)} of it for the noise correction"
-    text += f"), {plain}'s all-reduce in float32 {size(dense)}"
+    text += f"), {p.plain}'s all-reduce in float32 {size(dense)}"
     if sent >= dense:
-        return text + f": this saves nothing. With this many ranks take another codec, or {plain}"
+        return text + f": this saves nothing. With this many ranks take another codec, or {p.plain}"
     return text + f" ({dense / sent:.3g} times as much)"
 
 
-def _left_out(settings: Settings, shapes: Shapes, groups: Sequence[Group]) -> str:
+def _left_out(p: EngineState) -> str:
     """Says what is sent uncompressed, and why."""
-    by_rule = settings.policy.excluded_by(shapes)
+    by_rule = p.settings.policy.excluded_by(p.shapes)
     sums: dict[str, tuple[int, int]] = {}
-    for g in (g for g in groups if not compressed(g)):
-        for p in g.spec.pieces:
-            why = by_rule.get(p.name) or (
+    for g in (g for g in p.groups if not compressed(g)):
+        for piece in g.spec.pieces:
+            why = by_rule.get(piece.name) or (
                 "the plan" if g.spec.candidate == DENSE else f"codec {g.plan.codec!r}"
             )
             count, nbytes = sums.get(why, (0, 0))
-            sums[why] = count + 1, nbytes + p.numel * p.itemsize
+            sums[why] = count + 1, nbytes + piece.numel * piece.itemsize
     return ", ".join(f"{count} tensors, {size(n)} ({why})" for why, (count, n) in sums.items())

@@ -118,6 +118,11 @@ class EngineState:
         return self._model.plain if self._model is not None else Model.plain
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the model's parameters, by name."""
+        return self._model.shapes if self._model is not None else {}
+
+    @property
     def beside(self) -> int:
         """See `Model`."""
         return self._model.beside if self._model is not None else 0

@@ -166,29 +166,17 @@ class Regrouping(Following):
         self.allocations += sum(g.allocations for g in layout.groups)
         self.layout, self._check, self._model = layout, check, model
         self._revocable = False  # the former states no longer exist
-        self._announce(model, exchange)
+        self._announce()
 
-    def _announce(self, model: Model, exchange: Exchange) -> None:
+    def _announce(self) -> None:
         """Says what is compressed, once. A tuner that has chosen plain DDP says so itself."""
         if self.announced or (self.tuner is not None and not self.tuner.found):
             return
-        speaker = self.speaker
-        if any(map(announcement.compressed, self.groups)):
+        some = any(map(announcement.compressed, self.groups))
+        if some or self.tuner is None:
             self.announced = True
-            said = announcement.line(
-                self.settings,
-                model.shapes,
-                self.groups,
-                exchange.world,
-                model.plain,
-                model.beside,
-                model.updates,
-            )
-            notices.say(said, speaker)
-        elif self.tuner is None:
-            self.announced = True
-            text = announcement.nothing(self.settings, model.shapes, self.groups)
-            if self.settings.lossy:
-                notices.warn(text, speaker)
+            text = announcement.line(self)
+            if self.settings.lossy and not some:
+                notices.warn(text, self.speaker)
             else:
-                notices.say(text, speaker)
+                notices.say(text, self.speaker)
