@@ -10,7 +10,7 @@ import pytest
 import sidcomp
 import torch
 from sidcomp.runtime.form import Form
-from sidcomp.runtime.transport import Exchanged, Inline, Transfer, finish_later
+from sidcomp.runtime.transport import Exchanged, Transfer, Transport, finish_later
 
 
 class Work:
@@ -25,7 +25,7 @@ class Work:
             raise self.error
 
 
-class Noting(Inline):
+class Noting(Transport):
     """Every round has two operations. failing: the round whose first one fails, or that cannot be posted."""
 
     def __init__(self, log: list[str], failing: int = -1, unposted: int = -1) -> None:

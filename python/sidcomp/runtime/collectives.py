@@ -4,10 +4,10 @@ import weakref
 
 from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.form import InPlaceForm
-from sidcomp.runtime.transport import Computation, Exchanged, G, Inline, Works, finish_later
+from sidcomp.runtime.transport import Computation, Exchanged, G, Transport, Works, finish_later
 
 
-class Collectives(Inline):
+class Collectives(Transport):
     """One all-gather, or one all-reduce after the other, all in the thread that starts them."""
 
     def __init__(self, exchange: Exchange) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.form import CollectiveForm, Form
-from sidcomp.runtime.transport import Computation, Exchanged, G, Inline, Transfer, Works
+from sidcomp.runtime.transport import Computation, Exchanged, G, Transfer, Transport, Works
 
 _Queue = SimpleQueue[Transfer[Any] | None]
 
@@ -74,7 +74,7 @@ def operations(sends: End, receives: End, group: dist.ProcessGroup) -> list[dist
     ]
 
 
-class Messages(Inline):
+class Messages(Transport):
     """The messages of groups, one round after the other, in the thread that starts them."""
 
     def __init__(self, exchange: Exchange) -> None:

@@ -1,4 +1,4 @@
-"""The two protocols by which a group's exchange takes place.
+"""How a group's exchange takes place.
 
 A Transport moves bytes: it posts the rounds of an exchange one after the other. A Computation computes
 between the rounds: an executor encodes and decodes a group of the model, a benchmark one of synthetic
@@ -52,18 +52,26 @@ class Computation(Protocol[G_contra]):
         """The last round has ended, or the exchange has failed."""
 
 
-class Transport(Protocol):
-    """Moves the bytes of groups between the ranks."""
+class Transport:
+    """Moves the bytes of groups between the ranks. This one does all rounds in the thread that starts the
+    exchange. On a GPU that thread only enqueues: to wait for a round makes the current stream wait, while the
+    host continues."""
 
     def connect(self, form: Form) -> None:
         """Prepares to send a form. Called once for each form, before its first step."""
 
     def post(self, group: Exchanged, round: int) -> Works:
         """Starts `round`: starts to send and to receive its bytes."""
+        raise NotImplementedError
 
     def start(self, computation: Computation[G], group: G) -> None:
         """Starts an exchange whose first round has been computed; the transport calls `computation` from then
         on. All ranks call it in the same order. If it raises an error, no exchange is in progress."""
+        transfer = Transfer(self, computation, group)
+        transfer.post()
+        transfer.reach_last()
+        transfer.wait()
+        transfer.finish()
 
     def close(self) -> None:
         """Ends the transport's threads and process group. No exchange may be in progress."""
@@ -85,10 +93,7 @@ class Transfer(Generic[G]):
         self._works: Works = []
 
     def post(self) -> None:
-        """Posts the first round, in the thread that starts the exchange."""
-        self._post()
-
-    def _post(self) -> None:
+        """Posts a round: the first one in the thread that starts the exchange."""
         if (transport := self._transport()) is not None:
             self._works = transport.post(self.group, self._round)
 
@@ -120,7 +125,7 @@ class Transfer(Generic[G]):
         self._round += 1
         computation.advance(self.group, self._round)
         try:
-            self._post()
+            self.post()
         except Exception as e:
             self.failure = e
 
@@ -164,22 +169,3 @@ def _ended(
     except Exception as e:
         failure = e
     caller.finish(group, failure)
-
-
-class Inline:
-    """A transport that does all rounds in the thread that starts the exchange. On a GPU that thread only
-    enqueues: to wait for a round makes the current stream wait, while the host continues."""
-
-    def connect(self, form: Form) -> None: ...
-
-    def post(self, group: Exchanged, round: int) -> Works:
-        raise NotImplementedError
-
-    def start(self, computation: Computation[G], group: G) -> None:
-        transfer = Transfer(self, computation, group)
-        transfer.post()
-        transfer.reach_last()
-        transfer.wait()
-        transfer.finish()
-
-    def close(self) -> None: ...
