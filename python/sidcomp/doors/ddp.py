@@ -4,7 +4,6 @@ import gc
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -21,6 +20,7 @@ from sidcomp.doors.names import named_parameters
 from sidcomp.doors.roles import roles
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.runtime.bucket import Bucket, failed
+from sidcomp.runtime.door import ModuleDoor
 from sidcomp.runtime.engine import UNFINISHED, Engine, Model
 from sidcomp.runtime.members import rank_of
 from sidcomp.state import State
@@ -288,7 +288,7 @@ class _Discovery:
         self.buckets: list[Bucket] = []
 
 
-class DDPDoor:
+class DDPDoor(ModuleDoor):
     """Connects the engine with a DDP model, which it does not keep alive.
 
     DDP hands over its buckets one by one, and does not announce which there will be. It rebuilds them after
@@ -299,14 +299,14 @@ class DDPDoor:
 
     def __init__(self, ddp: DistributedDataParallel, engine: Engine) -> None:
         wrapped = reduced(ddp)
-        self.ref = weakref.ref(ddp)
-        self.engine = engine
-        self.model = Model(
+        model = Model(
             ddp.process_group,
             {name: tuple(p.shape) for name, p in wrapped.items()},
             {id(p): name for name, p in named_parameters(ddp.module)},
             gradients=True,
         )
+        super().__init__(ddp, model)
+        self.engine = engine
         self.expected = frozenset(map(id, wrapped.values()))  # ids of the parameters that DDP reduces
         self.device = list(wrapped.values())[-1].device if wrapped else torch.device("cpu")
         # DDP rebuilds its buckets once it knows the order of the gradients
@@ -324,13 +324,6 @@ class DDPDoor:
 
     # ---- called by a State
     # -------------------------------------------------------------------------------------
-
-    @property
-    def open(self) -> bool:
-        return self.ref() is not None
-
-    def before_forward(self, function: Callable[..., None]) -> torch.utils.hooks.RemovableHandle:
-        return self._ddp().register_forward_pre_hook(function)
 
     def connect(self) -> None:
         """Waits for the other ranks, and makes the process group with them."""
@@ -364,7 +357,7 @@ class DDPDoor:
 
     def _ddp(self) -> DistributedDataParallel:
         ddp = self.ref()
-        assert ddp is not None
+        assert isinstance(ddp, DistributedDataParallel)
         return ddp
 
     # ---- buckets

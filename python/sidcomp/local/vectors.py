@@ -2,8 +2,7 @@
 
 import hashlib
 import reprlib
-import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -18,6 +17,7 @@ from sidcomp.local.gradient_noise import Noise
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint_reader import unlike
 from sidcomp.runtime.communicator import exchanging, has_gloo
+from sidcomp.runtime.door import ModuleDoor
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.members import refuse
 from sidcomp.state import State
@@ -322,29 +322,10 @@ def serve(
     )
     if state.door is not None and state.door.open:
         raise SetupError("this State serves a model already: give every model a State of its own")
-    state.attach(Door(module, model, state.engine), roles(module))
+    state.attach(ModuleDoor(module, model), roles(module))
     if group is not None:
         state.engine.connect(model, device, f"{CALL}()")
     return model
-
-
-class Door:
-    """Connects a State with a module whose gradients it does not take."""
-
-    def __init__(self, module: torch.nn.Module, model: Model, engine: Engine) -> None:
-        self._module = weakref.ref(module)
-        self.model, self.engine = model, engine
-
-    @property
-    def open(self) -> bool:
-        return self._module() is not None
-
-    def reset(self, error: Exception) -> None: ...
-
-    def before_forward(self, function: Callable[..., None]) -> torch.utils.hooks.RemovableHandle:
-        module = self._module()
-        assert module is not None
-        return module.register_forward_pre_hook(function)
 
 
 def buckets(named: dict[str, Any]) -> list[list[str]]:

@@ -7,7 +7,6 @@ what comes otherwise waits until the pass ends, when the ranks have compared wha
 """
 
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +23,7 @@ from sidcomp.errors import RankError, SetupError, SidcompError, UnsupportedError
 from sidcomp.runtime import forming
 from sidcomp.runtime.bucket import Bucket, no_buffer
 from sidcomp.runtime.communicator import TOLD, has_gloo
+from sidcomp.runtime.door import ModuleDoor
 from sidcomp.runtime.engine import UNFINISHED, Model
 from sidcomp.state import State
 
@@ -81,22 +81,22 @@ def _ranks_differ(rank: int, texts: list[str]) -> RankError:
     return forming.rank_error(rank, f"ranks do not agree in a backward pass: {differ}")
 
 
-class Door:
+class Door(ModuleDoor):
     """The model keeps it alive, and with it the State; it does not keep the model alive."""
 
     def __init__(
         self, module: torch.nn.Module, units: list[Unit], group: dist.ProcessGroup, state: State
     ) -> None:
-        self._module = weakref.ref(module)
         self.units, self.state, self.engine = units, state, state.engine
         shards = max(units, key=lambda unit: unit.place()[1]).shards()
-        self.model = Model(
+        model = Model(
             group,
             {u.names[i]: u.shapes[i] for u in units for i in u.trainable},
             {id(p): name for name, p in module.named_parameters()},
             units[0].part(),
             "plain HSDP" if units[0].part() else "plain replicate",
         )
+        super().__init__(module, model)
         self._on_device = units[0].device.type != "cpu"
         several = shards is not None and shards.size() > 1
         self.shards = Peers([shards], units[0].device.type) if shards is not None and several else _ALONE
@@ -106,15 +106,6 @@ class Door:
         self._expected: list[int] = []  # slots of the pass before
         self._others_expect: list[int] = []  # the same, on a rank that has not loaded a checkpoint since
         self._forget()
-
-    @property
-    def open(self) -> bool:
-        return self._module() is not None
-
-    def before_forward(self, function: Callable[..., None]) -> torch.utils.hooks.RemovableHandle:
-        module = self._module()
-        assert module is not None
-        return module.register_forward_pre_hook(function)
 
     def reset(self, error: Exception) -> None:
         self._forget()
