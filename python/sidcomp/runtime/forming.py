@@ -9,17 +9,16 @@ import torch
 
 from sidcomp import core as _core
 from sidcomp.config.exchange_choice import MessagePlan
-from sidcomp.config.grouping import Piece, Regime, form_groups, form_unlisted, shorten
-from sidcomp.config.settings import Settings
+from sidcomp.config.grouping import Piece, form_groups, form_unlisted, shorten
 from sidcomp.errors import RankError, UnsupportedError
 from sidcomp.runtime import checkpoint
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.communicator import Exchange
+from sidcomp.runtime.engine_state import EngineState
 from sidcomp.runtime.executor import Executor
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.layout import Layout
-from sidcomp.runtime.optimizer_watch import Watch
 
 _FAILED = bytes(32)  # sent in place of a digest
 
@@ -133,21 +132,18 @@ def rank_error(rank: int, text: str) -> RankError:
 
 
 def make_layout(
-    settings: Settings,
+    p: EngineState,
     shapes: dict[str, tuple[int, ...]],
-    regime: Regime,
     kept_groups: Sequence[dict[str, Any]],
     buckets: list[Bucket],
     exchange: Exchange,
     executor: Executor,
-    step: int,
-    twice: bool,
 ) -> Layout:
     """Makes the groups. shapes: those of the model, which rules are about. kept_groups: those of a
-    checkpoint, used instead of the settings' rule. step: the next iteration. twice: groups have two
-    states."""
-    pieces = [p for i, bucket in enumerate(buckets) for p in _pieces(i, bucket)]
-    shapes = {**shapes, **{p.name: p.shape for p in pieces}}
+    checkpoint, used instead of the settings' rule."""
+    settings, regime = p.settings, p.regime
+    pieces = [piece for i, bucket in enumerate(buckets) for piece in _pieces(i, bucket)]
+    shapes = {**shapes, **{piece.name: piece.shape for piece in pieces}}
     own, dense = settings.assign(shapes), settings.policy.excluded(shapes)
     if kept_groups:
         kept = checkpoint.specs(kept_groups, pieces, len(settings.candidates) + len(settings.made))
@@ -157,12 +153,12 @@ def make_layout(
         specs = form_groups(pieces, regime, dense, own)
     plans = [
         settings.plan(
-            sum(p.numel for p in spec.pieces),
+            sum(piece.numel for piece in spec.pieces),
             spec.pieces[0].dtype,
             spec.candidate,
             regime,
-            step,
-            [p.matrix for p in spec.pieces],
+            p.step,
+            [piece.matrix for piece in spec.pieces],
             (exchange.rank, exchange.world),
         )
         for spec in specs
@@ -180,7 +176,7 @@ def make_layout(
     ]
     executor.check(settings, groups)
     for group in groups:
-        executor.prepare(group, exchange.world, twice)
+        executor.prepare(group, exchange.world, p.rollback)
         if settings.full_every and not group.plan.lossless:
             if group.in_messages and not group.message_plan.whole:
                 raise UnsupportedError(
@@ -216,10 +212,10 @@ def _pieces(index: int, bucket: Bucket) -> list[Piece]:
     return out
 
 
-def header(settings: Settings, exchange: Exchange, step: int, rollback: bool, watch: Watch | None) -> str:
+def header(p: EngineState, exchange: Exchange) -> str:
     """Describes what all ranks must have in common in addition to the groups. For exchanges that `auto` may
-    choose it contains only the names, because nodes may have different sizes. rollback: groups have two
-    states. watch: of the optimizers that are followed."""
+    choose it contains only the names, because nodes may have different sizes."""
+    settings, watch = p.settings, p.watch
     auto = settings.auto
     candidates = [
         w.choice.exchange.name if auto and w.choice is not None else w.label for w in settings.candidates
@@ -228,10 +224,10 @@ def header(settings: Settings, exchange: Exchange, step: int, rollback: bool, wa
     planned = f"groups {settings.groups!r}, search {settings.search}, " if settings.planned else ""
     planned += f"accuracy {settings.accuracy!r}, warmup {settings.warmup}, " if auto else ""
     return (
-        f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
+        f"sidcomp {_core.version}, world {exchange.world}, step {p.step}, seed {settings.seed}, "
         f"checksum_every {settings.checksum_every}, {candidates}, "
         f"{planned}policy {settings.policy.saved()}, full_every {settings.full_every}, "
-        f"transport {settings.transport}, nonfinite {'rollback' if rollback else settings.nonfinite}, "
+        f"transport {settings.transport}, nonfinite {'rollback' if p.rollback else settings.nonfinite}, "
         f"follows {'nothing' if watch is None else 'optimizers' + ', scaler' * (watch.scaler is not None)}, "
         f"clip_gradient {settings.clip_gradient:g}"
     )

@@ -120,17 +120,8 @@ class Regrouping(Following):
             if self.resume is not None:
                 self.resume.check_part(model.part)
                 self.resume.check(model.shapes)
-            layout = forming.make_layout(
-                self.settings,
-                model.shapes,
-                self.regime,
-                self._kept_groups,
-                list(buckets),
-                exchange,
-                executor,
-                self.step,
-                self.rollback,
-            )
+            kept = self._kept_groups
+            layout = forming.make_layout(self, model.shapes, kept, list(buckets), exchange, executor)
             if self.resume is not None:
                 self.resume.fit(layout)
             if self._refuse is not None:
@@ -142,7 +133,7 @@ class Regrouping(Following):
         what = f"the backward pass of step {self.step}, in which ranks form their groups"
         if self.resume is not None:
             what += " for the checkpoint that they have loaded"
-        header = forming.header(self.settings, exchange, self.step, self.rollback, self.watch) + at
+        header = forming.header(self, exchange) + at
         loaded = self.resume.source["step"] if self.resume is not None else None
         keeps = self.resume is not None or self.layout is not None
         layout, anyone_keeps = forming.agreed(exchange, make, header, what, loaded, keeps)
