@@ -17,6 +17,7 @@ from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint import residual_of
 from sidcomp.runtime.collectives import SingleCollective
 from sidcomp.runtime.communicator import Exchange
+from sidcomp.runtime.executor import Executor
 from sidcomp.runtime.form import CollectiveForm, Form, MessageForm, Moment
 from sidcomp.runtime.group import Group, Residual
 from sidcomp.runtime.point_to_point import PointToPoint
@@ -29,7 +30,7 @@ from sidcomp.runtime.transport import Transport
 Future = torch.futures.Future
 
 
-class CpuExecutor:
+class CpuExecutor(Executor):
     """Encodes in the thread of `launch`, which starts every exchange. The transport calls back between rounds
     and at the end, where the group is decoded: in one of its own threads, in a thread of the backend or, if
     the exchange has already ended, in the caller's thread."""
@@ -53,9 +54,6 @@ class CpuExecutor:
     def check(self, settings: Settings, groups: Sequence[Group]) -> None:
         if settings.transport == "native":
             raise UnsupportedError("transport='native' is NCCL, which is for CUDA: leave it out on the CPU")
-
-    def in_place(self, settings: Settings, exchange: Exchange) -> bool:
-        return True
 
     def prepare(self, group: Group, world: int, twice: bool) -> None:
         group.allocate(world, group.plan.work_bytes, twice)
@@ -125,12 +123,6 @@ class CpuExecutor:
     # ---- a step
     # ------------------------------------------------------------------------------------------------
 
-    def future(self) -> "Future[torch.Tensor]":
-        return Future()
-
-    def follow(self) -> None:
-        pass  # the caller's work is done
-
     def launch(self, g: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
         stage = g.stage
         stage.error = stage.unable = unable
@@ -149,12 +141,9 @@ class CpuExecutor:
             try:
                 step.fail(g, e, travelling=True)
             finally:
-                self._leave()
+                self.step.leave()
             return
         step.count(g, exchange.world)
-
-    def launched(self, groups: Sequence[Group], in_place: bool) -> None:
-        pass  # `forget` clears the residuals if the step is discarded
 
     def _compute(self, g: Group, round: int) -> None:
         """Computes what `round` sends or, after the last round, the result. A rank that fails still takes
@@ -232,7 +221,7 @@ class CpuExecutor:
                 stage.undone |= form.abandon(group.buffers, stage.moment)
             self.step.fail(group, failure, travelling)
         finally:
-            self._leave()
+            self.step.leave()
 
     def _reasons(self, g: Group, told: Exception | None) -> list[str]:
         """For each rank why it failed, or "" if it did not; empty if there is nothing to ask. told: the error
@@ -248,14 +237,8 @@ class CpuExecutor:
         suspect = told is not None or g.stage.undone or form.poisoned()
         return self._exchange.tell_reasons(error, g.index) if suspect and error is told else []
 
-    def _leave(self) -> None:
-        self.step.leave()
-
     # ---- between steps
     # -----------------------------------------------------------------------------------------
-
-    def lead(self) -> None:
-        pass  # `launch` has done the group's work on this thread, or a future says when it is done
 
     def before_exit(self) -> None:
         """Waits until the profiling records of all collectives have ended. A thread of Gloo completes the
@@ -300,13 +283,7 @@ class CpuExecutor:
                 self.step.report(error)
                 bucket.fail(error)
         finally:
-            self._leave()
-
-    def compared(self, before: int) -> Exception | None:
-        return None
-
-    def synchronize(self, everything: bool = False) -> bool:
-        return False
+            self.step.leave()
 
     def stats(self, group: Group) -> Any:
         return group.form.stats

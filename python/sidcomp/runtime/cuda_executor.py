@@ -20,6 +20,7 @@ from sidcomp.runtime.block import Block
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.collectives import Collectives
 from sidcomp.runtime.communicator import Exchange
+from sidcomp.runtime.executor import Executor
 from sidcomp.runtime.form import CollectiveForm, Form, InPlaceForm, MessageForm, Moment
 from sidcomp.runtime.group import Group, Residual
 from sidcomp.runtime.nccl import Native, Progress, open_library
@@ -66,8 +67,8 @@ class CudaCalls:
     def advance(
         self, round: int, buffers: _core.DeviceBuffers, at: Moment, carry: float = 1.0, origin: int = 0
     ) -> None:
-        """Enqueues what computes the bytes of `round` or, after the last round, the result."""
-        raise NotImplementedError
+        """Enqueues what computes the bytes of `round` or, after the last round, the result: nothing for a
+        group that is reduced in place, where the all-reduce does everything."""
 
     def meanwhile(
         self, round: int, buffers: _core.DeviceBuffers, at: Moment, carry: float = 1.0, origin: int = 0
@@ -103,13 +104,6 @@ class CudaCollectiveCalls(CudaCalls):
         )  # fmt: skip
 
 
-class CudaInPlaceCalls(CudaCalls):
-    def advance(
-        self, round: int, buffers: _core.DeviceBuffers, at: Moment, carry: float = 1.0, origin: int = 0
-    ) -> None:
-        pass  # the all-reduce does everything
-
-
 class CudaMessageCalls(CudaCalls):
     def advance(
         self, round: int, buffers: _core.DeviceBuffers, at: Moment, carry: float = 1.0, origin: int = 0
@@ -133,7 +127,7 @@ class CudaMessageCalls(CudaCalls):
             )  # fmt: skip
 
 
-class CudaExecutor:
+class CudaExecutor(Executor):
     """Processes all groups, one after the other, on a side stream of one device.
 
     The futures of the hook are completed with this stream current, so DDP's own stream waits for it on the
@@ -427,7 +421,7 @@ class CudaExecutor:
     @staticmethod
     def _kind(g: Group) -> type[CudaCalls]:
         if g.direct:
-            return CudaInPlaceCalls
+            return CudaCalls
         return CudaMessageCalls if g.in_messages else CudaCollectiveCalls
 
     # A transport calls these in the thread that has started it. They only enqueue.
@@ -485,9 +479,6 @@ class CudaExecutor:
 
     def forget(self, groups: Sequence[Group], several: bool) -> None:
         self.cancel(groups, always=True)
-
-    def before_exit(self) -> None:
-        pass
 
     def settle(self, g: Group) -> None:
         """Subtracts what the last step sent from the group's memory."""

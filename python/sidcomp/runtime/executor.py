@@ -1,7 +1,7 @@
-"""The protocol of executors: what the engine needs from a kind of device."""
+"""What the engine needs from a kind of device."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,11 @@ from sidcomp.runtime.replica_check import ReplicaCheck
 Future = torch.futures.Future
 
 
-class Executor(Protocol):
+class Executor:
     """Encodes, exchanges and decodes groups, and completes their buckets' futures.
 
-    The engine calls its methods in its own thread, in the same order on all ranks.
+    The engine calls its methods in its own thread, in the same order on all ranks. Those that are only for a
+    device whose work is enqueued do nothing here.
     """
 
     on_device: bool  # `launch` only enqueues: the host's clock does not show when the work ends
@@ -31,6 +32,7 @@ class Executor(Protocol):
 
     def in_place(self, settings: Settings, exchange: Exchange) -> bool:
         """Whether a dense group that is contiguous in memory can be reduced where it is."""
+        return True
 
     def prepare(self, group: Group, world: int, twice: bool) -> None:
         """Allocates states and buffers of the group. twice: two states."""
@@ -53,6 +55,7 @@ class Executor(Protocol):
 
     def keep_two(self, group: Group) -> bool:
         """Makes the group's state two states. False: it already has two, or has none."""
+        raise NotImplementedError
 
     def turn(self, group: Group) -> None:
         """Switches the group between the codec's steps and full-precision steps."""
@@ -61,6 +64,7 @@ class Executor(Protocol):
         """Returns the first vector of the group's memory, on the group's device, in one or several parts. The
         values are valid until the next call, or the next step. On CUDA they are the memory itself, and what
         is enqueued on the current stream comes after what computes them. Call it between steps."""
+        raise NotImplementedError
 
     def clear(self, group: Group) -> None:
         """Sets the group's memory to 0. Call it between steps."""
@@ -69,6 +73,7 @@ class Executor(Protocol):
 
     def future(self) -> "Future[torch.Tensor]":
         """Returns a future for a bucket whose gradients are enqueued on the current stream."""
+        return Future()
 
     def follow(self) -> None:
         """Orders what is launched from here on after the caller's work on the device so far."""
@@ -90,6 +95,7 @@ class Executor(Protocol):
 
     def outcome(self, groups: Sequence[Group]) -> tuple[bool, bool]:
         """Returns whether a group of the last step was not finite, and whether one failed. May wait."""
+        raise NotImplementedError
 
     def forget(self, groups: Sequence[Group], several: bool) -> None:
         """Clears the residuals of these groups, which worked in place, because the last step is discarded.
@@ -101,9 +107,11 @@ class Executor(Protocol):
 
     def compared(self, before: int) -> Exception | None:
         """Returns an error if the replicas differed at a step before `before`."""
+        return None
 
     def synchronize(self, everything: bool = False) -> bool:
         """Waits for everything launched, or for the whole device. False: there is no device."""
+        return False
 
     def stats(self, group: Group) -> Any:
         """Returns the statistics of the last encode (count, found, threshold, stages), or None."""
