@@ -65,7 +65,6 @@ def agree_on_run(state: State) -> str:
 
 
 # ---- a file for each rank
-# -----------------------------------------------------------------------------------------------------------
 
 
 def write(
@@ -274,7 +273,6 @@ def checked(source: Path | io.BytesIO, where: str) -> dict[str, Any]:
 
 
 # ---- one file for all ranks
-# ---------------------------------------------------------------------------------------------------------
 
 
 @exchanging("collecting the states of all ranks")

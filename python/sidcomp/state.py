@@ -225,7 +225,6 @@ class State(OptimizerFit):
         return self.engine.error
 
     # ---- the door: for sidcomp itself
-    # -----------------------------------------------------------------------------------------------
 
     def attach(self, door: Door, roles: dict[str, frozenset[str]]) -> None:
         """Serves the door's model from now on. roles: the names of the parameters that rules such as
@@ -264,7 +263,6 @@ class State(OptimizerFit):
             )
 
     # ---- statistics
-    # ----------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Statistics of this rank since this State was made: what ran before a checkpoint does not count.
@@ -322,7 +320,6 @@ class State(OptimizerFit):
         return {**out, "sidcomp/density": self.stats()["density"]} if out else out
 
     # ---- the plan
-    # -----------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
         """Returns a text for people: what is compressed and how, and the bytes and times of each group on
@@ -368,7 +365,6 @@ class State(OptimizerFit):
         return report.controller_of(self.engine).report.profile
 
     # ---- loss scale
-    # ---------------------------------------------------------------------------------------------
 
     def rescale(self, factor: float) -> None:
         """Multiplies the memory's contents by `factor` > 0. Call it on every rank, between two iterations.
@@ -412,7 +408,6 @@ class State(OptimizerFit):
             )
 
     # ---- learning rate
-    # -------------------------------------------------------------------------------------------
 
     def follow(
         self,
@@ -458,7 +453,6 @@ class State(OptimizerFit):
         self._follow(optimizer, scaler)
 
     # ---- checkpoints
-    # --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the memory of this rank, and everything else that a resumed run needs for the same bits.
@@ -547,7 +541,6 @@ class State(OptimizerFit):
             self.door.reset(error)
 
     # ---- the end
-    # ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Waits for pending exchanges and ends the State's own process group. May be called again. A clean

@@ -323,7 +323,6 @@ class DDPDoor(ModuleDoor):
         self._broken: tuple[Exception, set[int]] | None = None
 
     # ---- called by a State
-    # -------------------------------------------------------------------------------------
 
     def connect(self) -> None:
         """Waits for the other ranks, and makes the process group with them."""
@@ -361,7 +360,6 @@ class DDPDoor(ModuleDoor):
         return ddp
 
     # ---- buckets
-    # -----------------------------------------------------------------------------------------------
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """The hook. It never raises: after an error, this future and all pending ones fail."""

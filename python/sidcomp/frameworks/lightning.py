@@ -152,7 +152,6 @@ class Compression(Callback):  # type: ignore[misc]
             self.run.close()  # a checkpoint that is saved now has the common parameters still
 
     # ---- checkpoints
-    # ------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

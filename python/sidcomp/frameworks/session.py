@@ -79,7 +79,6 @@ class Session:
         return {**{k: found[k] for k in names}, "sidcomp/density": float(state.stats()["density"])}
 
     # ---- the common parameters
-    # --------------------------------------------------------------------------------------
 
     @contextmanager
     def common(self) -> Iterator[None]:

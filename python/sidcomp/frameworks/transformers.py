@@ -145,7 +145,6 @@ class Compression(TrainerCallback):  # type: ignore[misc]
         self._session.close()
 
     # ---- the Trainer
-    # ------------------------------------------------------------------------------------------------
 
     def _trainer(self) -> Trainer:
         """Finds the Trainer of this callback. The Trainer passes the model without DDP, and not itself, so

@@ -81,7 +81,6 @@ class Attendance:
         self._result: Outcome | Exception | None = None
 
     # ---- in the caller's thread
-    # ---------------------------------------------------------------------------------------
 
     def begin(self, buffers: list[torch.Tensor], background: bool, **how: Any) -> None:
         """Goes to a round; see `_hold`. buffers: copies of the module's."""
@@ -140,7 +139,6 @@ class Attendance:
             self.rounds.leave()
 
     # ---- in either thread
-    # ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _hold(

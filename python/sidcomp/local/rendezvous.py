@@ -88,7 +88,6 @@ class Rounds:
             )
 
     # ---- the record
-    # ------------------------------------------------------------------------------------------------
 
     def _change(self, edit: Callable[[Record], bool], first: str | None = None) -> Record:
         """Changes the record at once, and returns it. edit: changes a copy, or returns False. first: the
@@ -141,7 +140,6 @@ class Rounds:
         return int(record["last"].get(str(self.rank), [0, -1])[1])
 
     # ---- a round
-    # -------------------------------------------------------------------------------------------------
 
     def meet(
         self, mine: Callable[[Record], dict[str, Any]], wait: float | None = None, joins: bool = False

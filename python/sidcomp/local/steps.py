@@ -220,7 +220,6 @@ class Updates:
         return place[1] if place is not None else dist.get_world_size(self._group)
 
     # ---- training
-    # --------------------------------------------------------------------------------------------
 
     def before(self) -> None:
         """Called before the optimizers step. Raises SetupError before a parameter has moved."""
@@ -421,7 +420,6 @@ class Updates:
         return [p for v in self.vectors for p in v.parameters]
 
     # ---- the point
-    # ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def common(self) -> Iterator[torch.nn.Module]:
@@ -525,7 +523,6 @@ class Updates:
         self._loaded.close()
 
     # ---- checkpoints
-    # ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

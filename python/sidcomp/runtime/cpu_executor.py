@@ -49,7 +49,6 @@ class CpuExecutor(Executor):
         self._compared: dist.Work | None = None
 
     # ---- groups
-    # ------------------------------------------------------------------------------------------------
 
     def check(self, settings: Settings, groups: Sequence[Group]) -> None:
         if settings.transport == "native":
@@ -121,7 +120,6 @@ class CpuExecutor(Executor):
         group.plan.forget(group.state.ptr)
 
     # ---- a step
-    # ------------------------------------------------------------------------------------------------
 
     def launch(self, g: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
         stage = g.stage
@@ -168,7 +166,6 @@ class CpuExecutor(Executor):
         form.withhold(round, f"{type(stage.error).__name__}: {stage.error}")
 
     # ---- what a transport calls, in any thread
-    # ---------------------------------------------------------------------------
 
     def meanwhile(self, group: Group, round: int) -> None:
         """Does optional work while a round's messages travel. Its time counts as encoding, not as waiting."""
@@ -238,7 +235,6 @@ class CpuExecutor(Executor):
         return self._exchange.tell_reasons(error, g.index) if suspect and error is told else []
 
     # ---- between steps
-    # -----------------------------------------------------------------------------------------
 
     def before_exit(self) -> None:
         """Waits until the profiling records of all collectives have ended. A thread of Gloo completes the

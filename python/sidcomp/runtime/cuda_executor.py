@@ -224,7 +224,6 @@ class CudaExecutor(Executor):
         return done.synchronize, seen
 
     # ---- NCCL of our own
-    # -----------------------------------------------------------------------------------------
 
     def check(self, settings: Settings, groups: Sequence[Group]) -> None:
         for choice in {
@@ -274,7 +273,6 @@ class CudaExecutor(Executor):
             self.native.close()
 
     # ---- groups
-    # --------------------------------------------------------------------------------------------------
 
     def in_place(self, settings: Settings, exchange: Exchange) -> bool:
         return settings.transport == "native" or exchange.averages  # Gloo cannot average
@@ -351,7 +349,6 @@ class CudaExecutor(Executor):
             g.state.tensor[at + _core.state_header_bytes : end].zero_()
 
     # ---- a step
-    # ------------------------------------------------------------------------------------------------
 
     def launch(self, g: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
         g.stage.error, g.stage.withdrawn = unable, withdrawn

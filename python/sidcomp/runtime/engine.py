@@ -58,7 +58,6 @@ class Engine(Regrouping):
     """
 
     # ---- buckets
-    # ------------------------------------------------------------------------------------------------
 
     def form(
         self,
@@ -302,7 +301,6 @@ class Engine(Regrouping):
         return mine
 
     # ---- a step
-    # -------------------------------------------------------------------------------------------------
 
     def _begin(self) -> bool:
         """Begins a step. Returns whether its first bucket must compare the checksums of the step before."""
@@ -386,7 +384,6 @@ class Engine(Regrouping):
         self._growing += 1
 
     # ---- checkpoints
-    # --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the State's state_dict. Call it between two steps."""

@@ -76,7 +76,6 @@ class EngineState:
         self._told = False  # a warning has said so
 
     # ---- queries
-    # -------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:

@@ -178,7 +178,6 @@ class Group:
         self.shown: torch.Tensor | None = None  # used by executors: room for what the memory holds
 
     # ---- description
-    # --------------------------------------------------------------------------------------------
 
     @property
     def in_messages(self) -> bool:
@@ -213,7 +212,6 @@ class Group:
         return ring_bytes(self.bytes_sent, world) if self.plan.linear else (world - 1) * self.bytes_sent
 
     # ---- place in the buckets
-    # -----------------------------------------------------------------------------------
 
     def _merge(self) -> list[tuple[int, int, int]]:
         """Returns (bucket, offset, length) of the pieces, with neighbors merged."""
@@ -255,7 +253,6 @@ class Group:
         return kept
 
     # ---- memory
-    # -------------------------------------------------------------------------------------------------
 
     def allocate(self, world: int, work_bytes: int, twice: bool) -> None:
         """Allocates states and buffers; nothing for a group that is reduced in place. twice: two states."""

@@ -164,7 +164,6 @@ class Watch:
         return self._stepped.found is not None and bool(self._stepped.found.item())
 
     # ---- loss scale
-    # -----------------------------------------------------------------------------------------
 
     def forward(self, *_: Any) -> None:
         """Called before a forward pass: starts to copy a scale on a device to the host. So the host, when

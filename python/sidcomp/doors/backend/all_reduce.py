@@ -63,7 +63,6 @@ class ProcessGroup(Wrapper):
         return f"sidcomp.ProcessGroup({self._name}, over {self.inner_config}, {self._status()})"
 
     # ---- all-reduce
-    # ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, *arguments: Any, **named: Any) -> Any:  # type: ignore[override]
         call = self._eligible(tensors, *arguments, **named)
@@ -213,7 +212,6 @@ class ProcessGroup(Wrapper):
             )
 
     # ---- backward passes
-    # ------------------------------------------------------------------------------------------------
 
     @property
     def programs(self) -> list[Program]:
@@ -275,7 +273,6 @@ class ProcessGroup(Wrapper):
         return [int(x) for x in least.tolist()]
 
     # ---- checkpoints
-    # ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what this rank has learned of its passes, and the residuals, as tensors and plain types.
@@ -305,7 +302,6 @@ class ProcessGroup(Wrapper):
             self._seen = Seen(self)
 
     # ---- between a backward pass and a step
-    # ------------------------------------------------------------------------------------------------
 
     def _tell_of_outside(self, program: Program) -> None:
         size = sum(call.numel * call.dtype.itemsize for call in program.calls)
@@ -327,7 +323,6 @@ class ProcessGroup(Wrapper):
         return next(p.state.settings for p in self.programs if p.state is not None)
 
     # ---- what it says
-    # ------------------------------------------------------------------------------------------------
 
     def _status(self) -> str:
         states = [p.state for p in self.programs if p.state is not None]

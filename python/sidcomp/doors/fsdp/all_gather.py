@@ -81,7 +81,6 @@ class AllGather:
         self.decode(output_tensor, received)
 
     # ---- its two halves, around the all-gather
-    # ------------------------------------------------------------------------------------------------
 
     def fits(self, input_tensor: torch.Tensor) -> bool:
         """Whether these are the shards, and some of them are encoded. After reshard_after_forward=N other

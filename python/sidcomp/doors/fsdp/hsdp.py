@@ -111,7 +111,6 @@ class Door(ModuleDoor):
         self._forget()
 
     # ---- a State that takes its place
-    # ------------------------------------------------------------------------------------------------
 
     def check_successor(self, units: list[Unit]) -> None:
         """Raises SetupError if these are not all of the units that this door serves."""
@@ -145,7 +144,6 @@ class Door(ModuleDoor):
         self._sent: list[int] = []  # slots that the engine has
 
     # ---- a backward pass
-    # ------------------------------------------------------------------------------------------------
 
     def arrive(self, index: int, buffer: torch.Tensor) -> None:
         """FSDP's all-reduce hook. It does not raise, because that would leave FSDP in the middle of a step;
@@ -239,7 +237,6 @@ class Door(ModuleDoor):
         self._sent.append(slot)
 
     # ---- its end
-    # ------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """The end of the backward pass: waits, on the CPU here and on a GPU in its stream."""
@@ -339,7 +336,6 @@ class Door(ModuleDoor):
         return tuple(i for i in a.coming if names[i] in left) if left else ()
 
     # ---- groups
-    # ------------------------------------------------------------------------------------------------
 
     def _regroup(self, mine: list[_Arrival], rest: dict[_Arrival, tuple[int, ...]]) -> None:
         """Makes groups for what has come, together with what came before, and sends `rest`: the parameters

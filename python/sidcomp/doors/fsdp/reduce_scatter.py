@@ -98,7 +98,6 @@ class ReduceScatter:
         self._waiting: dict[str, Any] | None = None  # a loaded state, until sizes are known
 
     # ---- what FSDP calls
-    # ------------------------------------------------------------------------------------------------
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -132,7 +131,6 @@ class ReduceScatter:
             self._passes.fail(e)
 
     # ---- its two halves, around the all-to-all
-    # ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def encode(self, input_tensor: torch.Tensor, n: int, rank: int, world: int) -> list[torch.Tensor]:
@@ -216,7 +214,6 @@ class ReduceScatter:
             self.load_state_dict(self._waiting)
 
     # ---- checkpoints
-    # ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory, for this rank: float32 of shape (shards, vectors, elements of a shard)."""

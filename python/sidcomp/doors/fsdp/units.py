@@ -174,7 +174,6 @@ class Unit:
         self.owner = owner
 
     # ---- in a step
-    # ------------------------------------------------------------------------------------------------
 
     def _post_backward(self, *unused: Any) -> None:
         """Notes what FSDP is about to reduce, which nobody can see in the result, and lets it do so."""
