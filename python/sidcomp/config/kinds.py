@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any
 
@@ -20,21 +21,14 @@ def is_number(x: object) -> bool:
 def above_zero(x: Any, given: str, such_as: str = "") -> float:
     """Returns a finite number greater than 0 as a float, also if it is a tensor's or numpy's. Raises
     ArgumentError if it is something else. given: the argument, for the error. such_as: an example for it."""
-    value = _above_zero(x)
-    if value is None:
+    value = 0.0
+    if not isinstance(x, str | bytes | bool):
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            value = float(x)
+    if not 0 < value < float("inf"):
         example = f", such as {such_as}" if such_as else ""
         raise ArgumentError(f"{given}: give a finite number greater than 0{example}")
     return value
-
-
-def _above_zero(x: Any) -> float | None:
-    if isinstance(x, str | bytes | bool):
-        return None
-    try:
-        value = float(x)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-    return value if 0 < value < float("inf") else None
 
 
 def is_list(x: object) -> bool:
