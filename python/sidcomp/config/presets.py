@@ -15,6 +15,7 @@ codec = "none"                     # the settings for parameters that match
 follow = false                     # the paper does not rescale the residual with the learning rate
 """
 
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from typing import Any
 from sidcomp import files
 from sidcomp.config.registry import parameter_names
 from sidcomp.config.schedule import Schedule
+from sidcomp.config.settings import Settings
 from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError
 
@@ -35,14 +37,9 @@ else:
 _FOLDER = Path(__file__).parent / "presets"
 _MOST = 2**16  # bytes of a file
 # A file may give these arguments of State: all but process_group, which no file can name, and policy, which
-# is a section.
-_ARGUMENTS = frozenset(
-    {
-        "codec", "memory", "groups", "seed", "exclude", "checksum_every", "isa", "candidates", "full_every",
-        "warmup", "exchange", "transport", "K", "nonfinite", "clip_gradient", "Y", "alpha", "accuracy",
-        "profile",
-    }
-)  # fmt: skip
+# is a section. K and profile are not for Settings, and `adaptive` is not of State.
+_OF_SETTINGS = inspect.signature(Settings.parse).parameters.keys() - {"parameters", "policy", "adaptive"}
+_ARGUMENTS = frozenset({*_OF_SETTINGS, "K", "profile"})
 _SECTIONS = ("parameters", "policy", "program")
 
 
