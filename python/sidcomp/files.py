@@ -49,16 +49,8 @@ def read(path: str | Path, what: str, most: int = MOST) -> str:
         raise ArgumentError(f"cannot read {what} {path}: {_why(e)}") from None
 
 
-def bound_json(text: str, name: str) -> None:
-    """Raises ArgumentError, which begins with `name`, for a text that a parser of JSON should not see."""
-    if len(text) > MOST:
-        raise ArgumentError(f"{name} has more than {MOST} characters")
-    plain = text.replace("\\\\", "").replace('\\"', "")
-    _bound(" ".join(plain.split('"')[::2]), name)
-
-
 def bound_toml(text: str, name: str) -> None:
-    """As `bound_json`, for TOML."""
+    """Raises ArgumentError, which begins with `name`, for a text that a parser of TOML should not see."""
     outside, at = [], 0
     while found := _BEGIN.search(text, at):
         outside.append(text[at : found.start()])
@@ -94,7 +86,10 @@ def parse_json(text: str, name: str) -> Any:
             raise ArgumentError(f"{name} has {twice(key for key, _ in items)!r} twice: remove one")
         return fields
 
-    bound_json(text, name)
+    if len(text) > MOST:
+        raise ArgumentError(f"{name} has more than {MOST} characters")
+    plain = text.replace("\\\\", "").replace('\\"', "")
+    _bound(" ".join(plain.split('"')[::2]), name)
     try:
         return json.loads(text, object_pairs_hook=pairs)
     except ArgumentError:
