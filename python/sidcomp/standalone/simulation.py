@@ -238,7 +238,7 @@ def methods(
 
     for name, (codec, exchange, parameters) in {DENSE: ("none", _PLAIN, {}), **candidates}.items():
         own: dict[str, Any] = {} if name == DENSE else dict(parameters)
-        row_of = partial(_row, _PLAIN if name == DENSE else exchange, codec, _memory_of(codec))
+        row_of = partial(_row, _PLAIN if name == DENSE else exchange, codec, find_codec(codec).memory)
         rest = own, link or Link()
 
         def seconds(of: Compute, row_of: Any = row_of, rest: Any = rest) -> list[Row]:
@@ -254,10 +254,6 @@ def methods(
         rows = [row.seconds for row in seconds(Compute())]
         out.append({"name": name, "encode": encode, "exchange": curve(rows), "decode": decode})
     return out
-
-
-def _memory_of(codec: str) -> str:
-    return find_memory(find_codec(codec).memory).name
 
 
 def _row(
