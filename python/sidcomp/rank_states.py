@@ -11,12 +11,13 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sidcomp import files, notices
+from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.errors import CheckpointError, SetupError
 from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.members import refuse
@@ -25,14 +26,6 @@ from sidcomp.state import State
 
 _PENDING = "sidcomp-pending"  # a folder inside the checkpoint's, of files that not all ranks have written yet
 _PART = 1 << 26  # bytes of a message of `gather`; a GPU holds no more than one
-
-
-class Peers(Protocol):
-    """The part of `sidcomp.doors.fsdp.peers.Peers` that is needed here."""
-
-    def smallest(self, number: int) -> int: ...
-
-    def all_agree(self, yes: bool) -> bool: ...
 
 
 def group_of(state: State) -> dist.ProcessGroup:
