@@ -16,8 +16,7 @@ from sidcomp import notices
 from sidcomp.config.grouping import Regime
 from sidcomp.errors import RankError, StrictError
 from sidcomp.runtime import checkpoint
-from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.clipping import clip
+from sidcomp.runtime.bucket import Bucket, clip
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.growth_check import STEPS, crowded, outgrown
 from sidcomp.runtime.layout import Layout
