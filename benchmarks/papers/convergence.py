@@ -31,7 +31,7 @@ from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import DENSE, Piece, Regime, Spec, form_groups
 from sidcomp.config.registry import find_codec
 from sidcomp.config.settings import Settings
-from sidcomp.doors.roles import roles
+from sidcomp.doors.names import roles
 from sidcomp.runtime.block import BODIES, Block
 
 from benchmarks.common import RESULTS, report

@@ -26,7 +26,7 @@ from sidcomp.doors.fsdp.all_gather import AllGather, encodes_itself, for_paramet
 from sidcomp.doors.fsdp.hsdp import Door
 from sidcomp.doors.fsdp.reduce_scatter import Passes, ReduceScatter
 from sidcomp.doors.fsdp.units import Unit, check_torch, units_of
-from sidcomp.doors.roles import roles
+from sidcomp.doors.names import roles
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.state import State
 

@@ -16,8 +16,7 @@ from sidcomp import notices
 from sidcomp.autotune.controller import Controller
 from sidcomp.config.grouping import shorten
 from sidcomp.doors.ddp_checks import PYTHON_REDUCER, converted, kind, reduced, refuse, refuse_join
-from sidcomp.doors.names import named_parameters
-from sidcomp.doors.roles import roles
+from sidcomp.doors.names import named_parameters, roles
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.runtime.bucket import Bucket, failed
 from sidcomp.runtime.door import ModuleDoor

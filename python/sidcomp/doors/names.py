@@ -1,4 +1,5 @@
-"""The names of a module's parameters, the same whether torch.compile wraps the module or not."""
+"""The names of a module's parameters, the same whether torch.compile wraps the module or not, and those for
+which a State may have rules."""
 
 from collections.abc import Iterator
 
@@ -13,3 +14,19 @@ def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
     same names."""
     for name, p in module.named_parameters():
         yield without_wrapper(name), p
+
+
+def roles(module: torch.nn.Module) -> dict[str, frozenset[str]]:
+    """The names of the parameters that are embeddings, and of those of the last layer that has a matrix."""
+    names = {id(p): name for name, p in named_parameters(module)}
+    tables, last = [], []
+    for m in module.modules():
+        own = list(m.parameters(recurse=False))
+        if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            tables += own
+        elif any(p.dim() > 1 for p in own):
+            last = own
+    return {
+        "embedding": frozenset(names[id(p)] for p in tables),
+        "output": frozenset(names[id(p)] for p in last),
+    }

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import notices
-from sidcomp.doors.names import named_parameters
-from sidcomp.doors.roles import roles
+from sidcomp.doors.names import named_parameters, roles
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.local.gradient_noise import Noise
 from sidcomp.runtime.bucket import Bucket
