@@ -40,8 +40,8 @@ class State(OptimizerFit):
 
     "auto" measures the model, the machine and the network in the first steps, and chooses the groups and how
     each is sent; where it measures no gain, the run continues as plain DDP (docs/planning.md). With any other
-    codec you choose; `State.preset` takes a paper's published setting. Every argument has a default, given in
-    brackets.
+    codec you choose; `sidcomp.preset` takes a paper's published setting. Every argument has a default, given
+    in brackets.
 
     codec           [None] "auto", or a name in `sidcomp.codecs()`. The codec's parameters (for "topk":
                     density) are further keyword arguments; each may be a Schedule. None: "topk" with
@@ -199,19 +199,6 @@ class State(OptimizerFit):
         self._ending = Ending(f'State("{codec}")' if codec is not None else "State()", self.engine.current)
         self._ending.controller = tuner
         self._finalizer = weakref.finalize(self, self._ending.collected)
-
-    @classmethod
-    def preset(cls, name: str | Path, **changes: Any) -> "State":
-        """Makes a State from a TOML file: `State.preset("redsync")` has a paper's published setting.
-
-        name: one of `sidcomp.presets()`, or a path that ends in .toml (sidcomp/config/presets.py says what it
-        may hold). changes: arguments and parameters that replace those of the file. Raises ArgumentError,
-        which names the file and the key."""
-        found = presets.load(name)
-        try:
-            return cls(**{**found.arguments, **found.parameters, **changes})
-        except (ArgumentError, ParameterError) as e:
-            raise type(e)(f"preset {str(name)!r}: {e}") from e
 
     def __repr__(self) -> str:
         candidates = ", ".join(candidate.label for candidate in self.settings.candidates)
@@ -590,7 +577,12 @@ class State(OptimizerFit):
 def preset(name: str | Path, **changes: Any) -> State:
     """Makes a State with a paper's published setting: `sidcomp.preset("redsync", density=0.01)`.
 
-    name: one of `sidcomp.presets()`, or a path that ends in .toml. changes: arguments and parameters of a
-    State that replace those of the file. Raises ArgumentError, which names the file and the key.
+    name: one of `sidcomp.presets()`, or a path that ends in .toml (sidcomp/config/presets.py says what it may
+    hold). changes: arguments and parameters of a State that replace those of the file. Raises ArgumentError,
+    which names the file and the key.
     """
-    return State.preset(name, **changes)
+    found = presets.load(name)
+    try:
+        return State(**{**found.arguments, **found.parameters, **changes})
+    except (ArgumentError, ParameterError) as e:
+        raise type(e)(f"preset {str(name)!r}: {e}") from e

@@ -84,7 +84,6 @@ def cases() -> dict[str, Case]:
         "compress updates": (sidcomp.compress, {"model": module, "optimizer": optimizer, "codec": "int8"}),
         "State auto": (sidcomp.State, {"codec": "auto"}),
         "State mergecomp": (sidcomp.State, {"codec": "topk", "groups": "mergecomp"}),
-        "State.preset": (sidcomp.State.preset, {"name": "redsync"}),
         "preset": (sidcomp.preset, {"name": "redsync"}),
         "evaluate": (sidcomp.planner.evaluate, {"instance": INSTANCE, "plan": {"ends": [1], "methods": [0]}}),
         "marsit_step_sizes": (sidcomp.simulation.marsit_step_sizes, {"ranks": 2, "steps": 3, "elements": 4}),

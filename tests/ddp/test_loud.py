@@ -315,7 +315,7 @@ def test_unknown_names_get_a_suggestion(arguments: dict[str, Any], meant: str) -
 
 def test_an_unknown_preset_gets_a_suggestion() -> None:
     with pytest.raises(sidcomp.ArgumentError, match=r"did you mean 'redsync'\?"):
-        sidcomp.State.preset("redsinc")
+        sidcomp.preset("redsinc")
 
 
 # ---- what a program forgets --------------------------------------------------------------------------------

@@ -299,20 +299,19 @@ def test_every_preset_makes_a_state(preset: str, parse: Callable[..., argparse.N
         **args.parameters,
     )
     assert min(args.steps, args.batch, args.lr) > 0
-    for state in (sidcomp.State.preset(preset), sidcomp.preset(preset)):
-        assert state.settings.saved()["codec"] == presets.load(preset).arguments["codec"]
+    state = sidcomp.preset(preset)
+    assert state.settings.saved()["codec"] == presets.load(preset).arguments["codec"]
 
 
 def test_a_preset_can_be_changed_and_is_read_from_a_file(tmp_path: Path) -> None:
-    assert sidcomp.State.preset("redsync", density=0.25, seed=3).settings.seed == 3
-    assert sidcomp.preset("redsync", seed=4).settings.seed == 4
+    assert sidcomp.preset("redsync", density=0.25, seed=3).settings.seed == 3
     file = tmp_path / "mine.toml"
     file.write_text(
         'codec = "topk"\nfull_every = [[0, 1], [5, 0]]\n[parameters]\ndensity = 0.5\n[program]\nsteps = 3\n'
     )
     mine = presets.load(file)
     assert mine.parameters == {"density": 0.5} and mine.program == {"steps": 3}
-    assert sidcomp.State.preset(file).settings.full_every == sidcomp.Schedule({0: 1, 5: 0})
+    assert sidcomp.preset(file).settings.full_every == sidcomp.Schedule({0: 1, 5: 0})
 
 
 @pytest.mark.parametrize(
@@ -342,10 +341,10 @@ def test_a_wrong_preset_is_refused(tmp_path: Path, text: str, said: str) -> None
     file = tmp_path / "wrong.toml"
     file.write_text(text)
     with pytest.raises((sidcomp.ArgumentError, sidcomp.ParameterError)) as caught:
-        sidcomp.State.preset(file)
+        sidcomp.preset(file)
     assert said in str(caught.value) and str(file) in str(caught.value)
     with pytest.raises(sidcomp.ArgumentError, match="redsync"):
-        sidcomp.State.preset("nothing")
+        sidcomp.preset("nothing")
 
 
 def test_a_preset_may_hold_every_argument_of_a_state() -> None:

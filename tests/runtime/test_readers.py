@@ -68,7 +68,7 @@ def judged(use: Callable[[Path], None], path: Path, texts: list[str], runs: int)
 def test_a_preset(runs: int, tmp_path: Path) -> None:
     def use(path: Path) -> None:
         preset = presets.load(path)
-        state = sidcomp.State.preset(path)
+        state = sidcomp.preset(path)
         codec, _ = state._codec
         assert codec == preset.arguments["codec"]
 
