@@ -67,48 +67,34 @@ HUNDREDTH_OF_SGD: CodecSpec = ("topk", {**HUNDREDTH[1], "values": "log4"})
 OUTER: CodecSpec = ("topk", {"density": 1 / 64, "values": "log4", "indices": "packed", "beta": 0.95})
 EXACT: CodecSpec = ("lossless", {})  # rounds nothing
 
+
+def _runs(percents: Mapping[str, Mapping[int, float]]) -> Percents:
+    """percents: by model, and then by the number of ranks."""
+    return {(model, ranks): percent for model, of in percents.items() for ranks, percent in of.items()}
+
+
 # docs/results.md has both tables. With SGD only the GRU was measured.
-_SGD = {("GRU", 2): 1.6}
-_ADAMW = {
-    ("GRU", 2): 0.2,
-    ("GRU", 4): 0.7,
-    ("GRU", 8): 1.0,
-    ("transformer", 2): 1.6,
-    ("transformer", 4): 7.9,
-    ("transformer", 8): 3.2,
-}
+_SGD = _runs({"GRU": {2: 1.6}})
+_ADAMW = _runs({"GRU": {2: 0.2, 4: 0.7, 8: 1.0}, "transformer": {2: 1.6, 4: 7.9, 8: 3.2}})
 
 # The fewest bytes first. fp16 was not measured on these runs: its rounding is far finer than int4's.
-PLAIN = (Measured(FORTIETH, {("GRU", 2): 0.7}, _SGD), Measured(FP16, {}, _SGD))
+PLAIN = (Measured(FORTIETH, _runs({"GRU": {2: 0.7}}), _SGD), Measured(FP16, {}, _SGD))
 ADAPTIVE = (
     Measured(
         FORTIETH,
-        {
-            ("GRU", 2): 3.7,
-            ("GRU", 4): 6.3,
-            ("transformer", 2): -2.6,
-            ("transformer", 4): 1.8,
-            ("transformer", 8): 4.5,
-        },
+        _runs({"GRU": {2: 3.7, 4: 6.3}, "transformer": {2: -2.6, 4: 1.8, 8: 4.5}}),
         _ADAMW,
     ),
-    Measured(("ternary", {}), {("GRU", 2): 2.0}, _ADAMW),
-    Measured(("deadzone", {"bits": 2}), {("GRU", 2): 2.5, ("transformer", 2): -1.9}, _ADAMW),
+    Measured(("ternary", {}), _runs({"GRU": {2: 2.0}}), _ADAMW),
+    Measured(("deadzone", {"bits": 2}), _runs({"GRU": {2: 2.5}, "transformer": {2: -1.9}}), _ADAMW),
     Measured(
         ("int2", {}),
-        {("GRU", 2): 0.9, ("GRU", 4): 2.0, ("transformer", 2): 0.3, ("transformer", 4): 5.7},
+        _runs({"GRU": {2: 0.9, 4: 2.0}, "transformer": {2: 0.3, 4: 5.7}}),
         _ADAMW,
     ),
     Measured(
         INT4,
-        {
-            ("GRU", 2): 0.1,
-            ("GRU", 4): 0.3,
-            ("GRU", 8): 0.2,
-            ("transformer", 2): -0.7,
-            ("transformer", 4): -2.4,
-            ("transformer", 8): -2.1,
-        },
+        _runs({"GRU": {2: 0.1, 4: 0.3, 8: 0.2}, "transformer": {2: -0.7, 4: -2.4, 8: -2.1}}),
         _ADAMW,
     ),
     Measured(FP16, {}, _ADAMW),
@@ -117,51 +103,42 @@ ADAPTIVE = (
 # Updates, with Adam clipped as docs/updates.md recommends, and with SGD. docs/low-communication.md has the
 # byte transformer, with three seeds.
 PLAIN_UPDATES = (
-    Measured(HUNDREDTH_OF_SGD, {("LSTM", 2): 0.2}, {("LSTM", 2): 1.1}, 1),
-    Measured(HUNDREDTH, {("LSTM", 2): 11.1}, {("LSTM", 2): 1.1}, 1),
+    Measured(HUNDREDTH_OF_SGD, _runs({"LSTM": {2: 0.2}}), _runs({"LSTM": {2: 1.1}}), 1),
+    Measured(HUNDREDTH, _runs({"LSTM": {2: 11.1}}), _runs({"LSTM": {2: 1.1}}), 1),
 )
 ADAPTIVE_UPDATES = (
     Measured(
         ("deadzone", {"bits": 1.0}),
-        {("GRU", 4): -0.5, ("transformer", 4): 1.2, ("byte transformer", 4): 5.3},
+        _runs({"GRU": {4: -0.5}, "transformer": {4: 1.2}, "byte transformer": {4: 5.3}}),
         _ADAMW,
         32,
     ),
     Measured(
-        ("deadzone", {"bits": 0.5}), {("GRU", 2): 0.2, ("GRU", 4): 3.9, ("transformer", 2): 0.7}, _ADAMW, 16
+        ("deadzone", {"bits": 0.5}), _runs({"GRU": {2: 0.2, 4: 3.9}, "transformer": {2: 0.7}}), _ADAMW, 16
     ),
-    Measured(TWO_HUNDREDTH, {("GRU", 2): 0.0, ("transformer", 2): -0.3}, _ADAMW, 1),
+    Measured(TWO_HUNDREDTH, _runs({"GRU": {2: 0.0}, "transformer": {2: -0.3}}), _ADAMW, 1),
     Measured(
         HUNDREDTH,
-        {
-            ("GRU", 2): -0.6,
-            ("GRU", 4): -0.5,
-            ("GRU", 8): -0.6,
-            ("transformer", 2): -0.7,
-            ("transformer", 4): -1.6,
-            ("transformer", 8): 1.3,
-            ("byte transformer", 4): 2.2,
-        },
+        _runs(
+            {
+                "GRU": {2: -0.6, 4: -0.5, 8: -0.6},
+                "transformer": {2: -0.7, 4: -1.6, 8: 1.3},
+                "byte transformer": {4: 2.2},
+            }
+        ),
         _ADAMW,
         1,
     ),
-    Measured(INT4, {("byte transformer", 4): 3.4}, {}, 13),
-    Measured(INT4, {("byte transformer", 4): 1.5}, {}, 4),
+    Measured(INT4, _runs({"byte transformer": {4: 3.4}}), {}, 13),
+    Measured(INT4, _runs({"byte transformer": {4: 1.5}}), {}, 4),
     Measured(
         FORTIETH,
-        {
-            ("GRU", 2): -0.7,
-            ("GRU", 4): -1.1,
-            ("GRU", 8): -1.7,
-            ("transformer", 2): -1.8,
-            ("transformer", 4): -2.2,
-            ("transformer", 8): 1.3,
-        },
+        _runs({"GRU": {2: -0.7, 4: -1.1, 8: -1.7}, "transformer": {2: -1.8, 4: -2.2, 8: 1.3}}),
         _ADAMW,
         1,
     ),
-    Measured(("int2", {}), {("GRU", 2): -0.3, ("transformer", 2): -0.8}, _ADAMW, 1),
-    Measured(INT4, {("GRU", 2): -0.3, ("transformer", 2): -0.4}, _ADAMW, 1),
+    Measured(("int2", {}), _runs({"GRU": {2: -0.3}, "transformer": {2: -0.8}}), _ADAMW, 1),
+    Measured(INT4, _runs({"GRU": {2: -0.3}, "transformer": {2: -0.4}}), _ADAMW, 1),
 )
 
 LEVELS = ("exact", "dense", "close", "any")
