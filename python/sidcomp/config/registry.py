@@ -88,20 +88,11 @@ class Codec:
 
 
 def _entry(info: "_core.Info") -> Codec:
-    return Codec(
-        name=info["name"],
-        family=info["family"],
-        paper=info["paper"],
-        doc=info["doc"],
-        wire_id=info["wire_id"],
-        traits=frozenset(info["traits"]),
-        memory=info["memory"],
-        cuda=info["cuda"],
-        parameters=tuple(
-            Parameter(**{**row, "choices": tuple(row["choices"])})  # type: ignore[arg-type]
-            for row in info["parameters"]
-        ),
+    parameters = tuple(
+        Parameter(**{**row, "choices": tuple(row["choices"])})  # type: ignore[arg-type]
+        for row in info["parameters"]
     )
+    return Codec(**{**info, "traits": frozenset(info["traits"]), "parameters": parameters})  # type: ignore[arg-type]
 
 
 def codecs() -> tuple[Codec, ...]:
