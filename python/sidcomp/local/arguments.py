@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sidcomp.config.accuracy import adaptive
 from sidcomp.config.kinds import is_number
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
-from sidcomp.local.outer import Averaging, Outer
+from sidcomp.local.outer import Outer, Torchs
 from sidcomp.local.vectors import named_group
 from sidcomp.state import State
 
@@ -159,7 +159,7 @@ def check_optimizers(links: Sequence[Sequence[Any]], noise_correction: object, e
 
 def check_travels(outer: Outer, deadline: float) -> None:
     """Raises UnsupportedError unless the outer optimizer's state goes to a rank that comes back."""
-    if not isinstance(outer, Averaging):
+    if isinstance(outer, Torchs):
         raise UnsupportedError(
             f"deadline={deadline}: outer={outer.label} has a state that does not travel to a rank that comes "
             "back: give torch.optim.SGD with lr, momentum and nesterov alone, or leave deadline out"

@@ -4,7 +4,7 @@ import copy
 import reprlib
 from collections.abc import Callable, Sequence
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,25 +16,38 @@ Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 _WHERE = 'sidcomp.compress: "outer"'
 
 
-class Outer(Protocol):
-    """Moves the points. label: what must be the same on all ranks."""
+class Outer:
+    """Moves the points: this one by the mean. label: what must be the same on all ranks."""
 
-    label: str
-    vectors: list[torch.Tensor]  # that have the same bits on all ranks, beside the points
+    label = "None"
+
+    def __init__(self, vectors: Sequence[Vectors]) -> None:
+        self._vectors = vectors
+        self.vectors: list[torch.Tensor] = []  # that have the same bits on all ranks, beside the points
 
     def move(self, which: Sequence[int]) -> None:
         """Moves the points of these indices; their updates hold the mean, and may be overwritten."""
+        for i in which:
+            self._vectors[i].point.sub_(self._vectors[i].update)
 
     def reset(self) -> None:
         """Forgets the means of before."""
+        for x in self.vectors:
+            x.zero_()
 
     def follow(self, former: "Outer") -> None:
         """Goes on from another one of the same kind, over some of these parameters."""
 
-    def state_dict(self) -> dict[str, Any] | None: ...
+    def state_dict(self) -> dict[str, Any] | None:
+        return None
 
     def check(self, saved: Any) -> None:
         """Raises CheckpointError if it cannot be a result of `state_dict`. Changes nothing."""
+        if saved is not None:
+            raise CheckpointError(
+                f"{_WHERE} holds the state of an outer optimizer, and here is none that has a state: resume "
+                "with the same `outer`"
+            )
 
     def load_state_dict(self, saved: Any) -> None:
         """Loads what `check` has accepted."""
@@ -44,7 +57,7 @@ def make_outer(outer: Make | None, vectors: Sequence[Vectors]) -> Outer:
     """outer: takes a list of tensors, one for each of `vectors`, and returns an optimizer of them; None: the
     point moves by the mean. Raises ArgumentError."""
     if outer is None:
-        return Averaging(vectors)
+        return Outer(vectors)
     advice = (
         "give a function that takes a list of tensors and returns a torch.optim.Optimizer of them, such as "
         "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
@@ -79,39 +92,7 @@ def _label(made: torch.optim.Optimizer) -> str:
     return f"{type(made).__name__}({shown})"
 
 
-class Averaging:
-    """The point moves by the mean."""
-
-    label = "None"
-
-    def __init__(self, vectors: Sequence[Vectors]) -> None:
-        self._vectors = vectors
-        self.vectors: list[torch.Tensor] = []
-
-    def move(self, which: Sequence[int]) -> None:
-        for i in which:
-            self._vectors[i].point.sub_(self._vectors[i].update)
-
-    def reset(self) -> None:
-        for x in self.vectors:
-            x.zero_()
-
-    def follow(self, former: Outer) -> None: ...
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return None
-
-    def check(self, saved: Any) -> None:
-        if saved is not None:
-            raise CheckpointError(
-                f"{_WHERE} holds the state of an outer optimizer, and here is none that has a state: resume "
-                "with the same `outer`"
-            )
-
-    def load_state_dict(self, saved: Any) -> None: ...
-
-
-class Momentum(Averaging):
+class Momentum(Outer):
     """Plain SGD: u = momentum u + mean, and the point moves by -lr (mean + momentum u), or by -lr u without
     `nesterov`. The rate and the momentum are read in each exchange, so that a schedule may set them."""
 
@@ -161,15 +142,16 @@ class Momentum(Averaging):
             view.copy_(saved["momentum"][name])
 
 
-class Torchs:
-    """Any other optimizer of torch, which steps on the points with the means as gradients.
+class Torchs(Outer):
+    """Any other optimizer of torch, which steps on the points with the means as gradients. It follows no
+    former one: what it keeps is by vector, and the vectors are other ones.
 
     make    makes one
     """
 
     def __init__(self, made: torch.optim.Optimizer, vectors: Sequence[Vectors], make: Make) -> None:
-        self._made, self._vectors, self._make, self.label = made, vectors, make, _label(made)
-        self.vectors: list[torch.Tensor] = []
+        super().__init__(vectors)
+        self._made, self._make, self.label = made, make, _label(made)
 
     def move(self, which: Sequence[int]) -> None:
         for i in which:
@@ -180,9 +162,6 @@ class Torchs:
 
     def reset(self) -> None:
         self._made.state.clear()
-
-    def follow(self, former: Outer) -> None:
-        """Begins anew: what it keeps is by vector, and the vectors are other ones."""
 
     def state_dict(self) -> dict[str, Any] | None:
         return copy.deepcopy(self._made.state_dict())
