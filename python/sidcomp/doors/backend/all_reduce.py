@@ -52,7 +52,7 @@ class ProcessGroup(Wrapper):
 
     def _watch_anew(self) -> None:
         """Begins to learn which calls backward passes have."""
-        callbacks = self._learn, self._forget, self._least, self._warn, self._holdings
+        callbacks = self._learn, self._least, self._warn, self._holdings
         self._passes = Passes(*callbacks)
         asked = self.configuration.outside
         self._after = AfterBackward(
@@ -259,10 +259,6 @@ class ProcessGroup(Wrapper):
         seen = self._seen.items() if self._seen is not None else []
         own = [held for ddp, held in seen if origin is None or origin.one_of(ddp.parameters())]
         return self._large(own[0]) if len(own) == 1 else []
-
-    def _forget(self, program: Program) -> None:
-        """Frees what compressed a model that is gone."""
-        program.close()
 
     def _least(self, mine: list[int], device: torch.device) -> list[int]:
         """The least that any rank says. All ranks call it."""

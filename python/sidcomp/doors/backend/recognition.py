@@ -227,7 +227,7 @@ class Program:
         return self.fixed and all(place.freed for place in self.places)
 
     def close(self) -> None:
-        """Frees what compresses it."""
+        """Frees what compresses it, because its model is gone."""
         if self.state is not None and self.state.engine.step:  # otherwise it has made nothing
             self.state.close()
 
@@ -277,14 +277,13 @@ class Passes:
     def __init__(
         self,
         learn: Callable[[Program], None],
-        forget: Callable[[Program], None],
         least: Callable[[list[int], torch.device], list[int]],
         warn: Callable[[str, str], None],
         holdings: Callable[[Origin | None], list[Holding]],
     ) -> None:
-        """learn: makes what compresses a program. forget: frees it. least: the least that any rank says; all
-        ranks call it. warn: takes a topic and a text. holdings: the present buckets of a call's DDP model."""
-        self._learn, self._forget, self._least, self._warn = learn, forget, least, warn
+        """learn: makes what compresses a program. least: the least that any rank says; all ranks call it.
+        warn: takes a topic and a text. holdings: the present buckets of a call's DDP model."""
+        self._learn, self._least, self._warn = learn, least, warn
         self._holdings = holdings
         self.programs: list[Program] = []
         self._active: Program | None = None  # what the pass in progress has been so far
@@ -448,4 +447,4 @@ class Passes:
         for program in programs:
             if program in self.programs:
                 self.programs.remove(program)
-                self._forget(program)
+                program.close()
