@@ -97,11 +97,6 @@ class Attendance:
         else:
             go()
 
-    def join(self, buffers: list[torch.Tensor], patience: float) -> None:
-        """Goes to the first round of the run or, if there has been one, to the next, and takes over its
-        common point. patience: seconds to wait for the others in the first one."""
-        self.begin(buffers, background=False, joins=True, wait=patience)
-
     def wait(self) -> None:
         """Waits until no thread uses the engine."""
         if self._thread is not None:
@@ -358,8 +353,9 @@ class Meetings:
         engine.pause, engine.farewell = self.attendance.wait, self.attendance.leave
 
     def join(self) -> None:
-        """Goes to the first round; see `Attendance.join`."""
-        self.attendance.join(self._buffers(), self._patience)
+        """Goes to the first round of the run, where it waits longer for the others, or to the next, and takes
+        over its common point."""
+        self.attendance.begin(self._buffers(), background=False, joins=True, wait=self._patience)
         self.gone = True
 
     def _buffers(self) -> list[torch.Tensor]:
