@@ -149,15 +149,10 @@ def _linear(name: str, inputs: int, outputs: int, bias: bool = True) -> Iterator
         yield Parameter(f"{name}.bias", (outputs,), float(outputs))
 
 
-def _conv1d(name: str, inputs: int, outputs: int) -> Iterator[Parameter]:
-    """GPT-2's linear layer, whose weight is transposed."""
-    yield _weight(name, inputs, outputs)
-    yield Parameter(f"{name}.bias", (outputs,), float(outputs))
-
-
-def _norm(name: str, width: int) -> Iterator[Parameter]:
-    yield _weight(name, width)
-    yield Parameter(f"{name}.bias", (width,), float(width))
+def _biased(name: str, *shape: int) -> Iterator[Parameter]:
+    """A norm, or GPT-2's linear layer, whose weight is transposed."""
+    yield _weight(name, *shape)
+    yield Parameter(f"{name}.bias", shape[-1:], float(shape[-1]))
 
 
 def _embedding(name: str, rows: int, width: int) -> Parameter:
@@ -203,13 +198,13 @@ def _gpt2(c: _Config) -> Iterator[Parameter]:
     yield _embedding("transformer.wpe", c.size("n_positions"), width)
     for i in range(c.size("n_layer")):
         layer = f"transformer.h.{i}."
-        yield from _norm(f"{layer}ln_1", width)
-        yield from _conv1d(f"{layer}attn.c_attn", width, 3 * width)
-        yield from _conv1d(f"{layer}attn.c_proj", width, width)
-        yield from _norm(f"{layer}ln_2", width)
-        yield from _conv1d(f"{layer}mlp.c_fc", width, inner)
-        yield from _conv1d(f"{layer}mlp.c_proj", inner, width)
-    weight, shift = _norm("transformer.ln_f", width)
+        yield from _biased(f"{layer}ln_1", width)
+        yield from _biased(f"{layer}attn.c_attn", width, 3 * width)
+        yield from _biased(f"{layer}attn.c_proj", width, width)
+        yield from _biased(f"{layer}ln_2", width)
+        yield from _biased(f"{layer}mlp.c_fc", width, inner)
+        yield from _biased(f"{layer}mlp.c_proj", inner, width)
+    weight, shift = _biased("transformer.ln_f", width)
     tied = c.flag("tie_word_embeddings", True)
     yield from (weight, replace(shift, work=shift.work + vocabulary * width) if tied else shift)
     if not tied:
@@ -221,16 +216,16 @@ def _bert(c: _Config) -> Iterator[Parameter]:
     yield _embedding("embeddings.word_embeddings", c.size("vocab_size"), width)
     yield _embedding("embeddings.position_embeddings", c.size("max_position_embeddings"), width)
     yield _embedding("embeddings.token_type_embeddings", c.size("type_vocab_size"), width)
-    yield from _norm("embeddings.LayerNorm", width)
+    yield from _biased("embeddings.LayerNorm", width)
     for i in range(c.size("num_hidden_layers")):
         layer = f"encoder.layer.{i}."
         for part in ("query", "key", "value"):
             yield from _linear(f"{layer}attention.self.{part}", width, width)
         yield from _linear(f"{layer}attention.output.dense", width, width)
-        yield from _norm(f"{layer}attention.output.LayerNorm", width)
+        yield from _biased(f"{layer}attention.output.LayerNorm", width)
         yield from _linear(f"{layer}intermediate.dense", width, inner)
         yield from _linear(f"{layer}output.dense", inner, width)
-        yield from _norm(f"{layer}output.LayerNorm", width)
+        yield from _biased(f"{layer}output.LayerNorm", width)
     weight, shift = _linear("pooler.dense", width, width)
     yield replace(weight, work=0.0)  # one token of the sequence passes through it
     yield shift
