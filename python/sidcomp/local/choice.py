@@ -134,10 +134,6 @@ class Cost(NamedTuple):
     seconds: float | None
     sent: int
 
-    @property
-    def label(self) -> str:
-        return label(self.spec)
-
 
 def label(spec: CodecSpec) -> str:
     """The codec with its parameters."""
@@ -199,27 +195,24 @@ def _too_slow(costs: Sequence[Cost], span_s: float) -> bool:
 
 def explained(best: Cost, costs: Sequence[Cost], step_s: float, every: int, adam: bool, ranks: int) -> str:
     """Says what was chosen and why, and what the others would cost, in loss by what was measured."""
+    span = "a step" if every == 1 else f"{every} steps"
 
     def share(cost: Cost) -> str:
         assert cost.seconds is not None
-        took = f"{1e3 * cost.seconds:.3g} ms, {100 * cost.seconds / (step_s * every):.2g} % of {_span(every)}"
+        took = f"{1e3 * cost.seconds:.3g} ms, {100 * cost.seconds / (step_s * every):.2g} % of {span}"
         known = (m for m in accuracy.measured(adam, updates=True) if (m.spec, m.every) == (cost.spec, every))
         losses = [loss for m in known if (loss := m.near(ranks)) is not None]
         return took + "".join(f", {x.percent:+.1f} % of loss on {x.ranks} ranks" for x in losses)
 
-    text = f"{best.label}{'' if every == 1 else f' every {every} steps'} is chosen; an exchange takes "
+    text = f"{label(best.spec)}{'' if every == 1 else f' every {every} steps'} is chosen; an exchange takes "
     text += f"{share(best)} ({1e3 * step_s:.3g} ms a step; losses: docs/results.md)"
-    others = [f"{c.label} {share(c)}" for c in costs if c.seconds is not None and c is not best]
+    others = [f"{label(c.spec)} {share(c)}" for c in costs if c.seconds is not None and c is not best]
     if others:
         text += f". Instead: {'; '.join(others)}"
     if best.seconds is not None and best.seconds > SHARE * step_s * every:
         longer = math.ceil(best.seconds / (SHARE * step_s))
         text += f". every={longer} would make it 5 % of the time, for more loss"
     return text
-
-
-def _span(every: int) -> str:
-    return "a step" if every == 1 else f"{every} steps"
 
 
 def _time(settings: Settings, exchange: Exchange, n: int, gradients: Gradients) -> tuple[float, int]:
