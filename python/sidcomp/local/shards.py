@@ -1,8 +1,7 @@
 """Updates of a module that FSDP2 has sharded: each rank exchanges what it holds of the parameters with the
 ranks of other nodes that hold the same."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +31,6 @@ def reshard(module: torch.nn.Module) -> None:
     for m in module.modules():
         if FSDPModule is not None and isinstance(m, FSDPModule):
             m.reshard()
-
-
-class Takes(Protocol):
-    def take(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Uses these tensors, by parameter name, from now on."""
 
 
 class Shards:
@@ -89,14 +83,12 @@ class Shards:
         own = {name: own_part(p) for name, p in self._named.items()}
         return {name: x for name, x in own.items() if x.numel()}
 
-    def find(self, module: torch.nn.Module, parts: Sequence[Takes]) -> bool:
-        """Gives the parts the shards where they are now. Returns whether there are shards."""
-        if self.part:
-            reshard(module)
-            own = self.local()
-            for part in parts:
-                part.take(own)
-        return bool(self.part)
+    def find(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The shards where they are now; empty if there are none."""
+        if not self.part:
+            return {}
+        reshard(module)
+        return self.local()
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Raises CheckpointError if a rank with another shard has saved it."""

@@ -298,7 +298,10 @@ class Updates:
 
     def find(self) -> None:
         """Finds the shards of FSDP where they are now. Call it before they are read or changed."""
-        if self.shards.find(self.module, self.vectors) and isinstance(self.noise, SketchNoise):
+        own = self.shards.find(self.module)
+        for v in self.vectors if own else ():
+            v.take(own)
+        if own and isinstance(self.noise, SketchNoise):
             self.noise.find()
 
     def of(self, together: Sequence[int]) -> list[Vectors]:
