@@ -14,13 +14,7 @@ except ImportError:  # a torch whose FSDP2 is elsewhere
     FSDPParamGroup = None  # type: ignore[assignment,misc]
 
 
-class _Here(threading.local):
-    """The parameter group that reduces in this thread."""
-
-    reduces: Any = None
-
-
-_here = _Here()
+_here = threading.local()  # reduces: the parameter group that does in this thread
 _watching = False
 
 
@@ -34,7 +28,7 @@ def watch() -> None:
 
     @functools.wraps(method)
     def post_backward(self: Any, *arguments: Any, **named: Any) -> Any:
-        before, _here.reduces = _here.reduces, self
+        before, _here.reduces = reducing(), self
         try:
             return method(self, *arguments, **named)
         finally:
@@ -45,4 +39,4 @@ def watch() -> None:
 
 def reducing() -> Any:
     """The parameter group whose gradients this thread reduces, or None."""
-    return _here.reduces
+    return getattr(_here, "reduces", None)
