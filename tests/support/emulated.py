@@ -42,5 +42,5 @@ class EmulatedExecutor(CudaExecutor):
 def emulate(state: sidcomp.State) -> EmulatedExecutor:
     """The State's groups go through the CUDA executor from here on."""
     executor = EmulatedExecutor(torch.device("cpu"), state.engine.current)
-    state.engine.use(executor)
+    state.engine.executor = executor
     return executor

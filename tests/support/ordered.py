@@ -248,5 +248,5 @@ def emulate(
     # What is copied to a device is other memory than the bytes it was made of.
     torch.frombuffer = lambda *args, **kwargs: frombuffer(*args, **kwargs).clone()
     executor = kind(torch.device("cpu"), state.engine.current)
-    state.engine.use(executor)
+    state.engine.executor = executor
     return executor

@@ -26,10 +26,6 @@ from sidcomp.runtime.tuner import Tuner
 class Regrouping(Following):
     """An engine that makes groups for its model."""
 
-    def use(self, executor: Executor) -> None:
-        """Uses this executor instead of the one for the buckets' device."""
-        self.executor = executor
-
     def take(self, settings: Settings, tuner: Tuner | None) -> None:
         """Takes other settings, before the first groups are made."""
         assert self.layout is None
