@@ -86,7 +86,7 @@ class Iterations:
         packed = struct.pack(f"<{len(values)}q", *values)
         with collective():
             rows = [struct.unpack(f"<{len(values)}q", b) for b in exchange.gather_bytes(packed)]
-        self._p.count_control(exchange.world * len(packed))
+        self._p.control += exchange.world * len(packed)
         return list(zip(*rows, strict=True))
 
     def _agree(self, values: list[int]) -> list[int]:

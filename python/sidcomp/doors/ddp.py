@@ -102,7 +102,8 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
             "this DDP model has a communication hook already, and takes only one: to change hooks, wrap the "
             "module in a new DDP"
         )
-    _bind(state, ddp).connect()
+    door = _bind(state, ddp)
+    state.engine.connect(door.model, door.device, "sidcomp.compress()")
     ddp.register_comm_hook(state, hook)
 
 
@@ -323,10 +324,6 @@ class DDPDoor(ModuleDoor):
 
     # ---- called by a State
 
-    def connect(self) -> None:
-        """Waits for the other ranks, and makes the process group with them."""
-        self.engine.connect(self.model, self.device, "sidcomp.compress()")
-
     def reset(self, error: Exception) -> None:
         d, self._discovery = self._discovery, None
         for bucket in d.buckets if d is not None else ():
@@ -391,7 +388,7 @@ class DDPDoor(ModuleDoor):
                 self._look(ddp)
             if engine.outdated:
                 self._index = {}
-        if self._discovery is None and self._formed:
+        if self._discovery is None and engine.layout is not None and self._index:
             index = self._index.get(id(parameters[0]))
             if index is not None and engine.arrived(index):
                 self._abandon(SetupError(UNFINISHED))
@@ -399,11 +396,6 @@ class DDPDoor(ModuleDoor):
             if (engine.within or same) and index is not None and self._same(index, parameters, buffer):
                 return engine.ready(index, buffer)
         return self._discover(ddp._has_rebuilt_buckets, parameters, buffer, last)
-
-    @property
-    def _formed(self) -> bool:
-        """Whether the engine has groups for buckets of this door."""
-        return self.engine.layout is not None and bool(self._index)
 
     def _same(self, index: int, parameters: list[torch.Tensor], buffer: torch.Tensor) -> bool:
         """Whether this is bucket `index` of the layout. Compares identities, because addresses are reused."""
@@ -466,7 +458,7 @@ class DDPDoor(ModuleDoor):
         ddp = self._ddp()
         if self._joining(ddp) and self._known(d.buckets):
             self._confirmed = True
-            engine.settle()
+            engine.settled = True  # there will be no other buckets
         else:
             join = ddp._join_config.enable
             refuse = (lambda layout: refuse_join(ddp, layout.groups)) if join else None

@@ -91,10 +91,6 @@ class Engine(Regrouping):
         self.resume, self.allocations = resume, allocations
         self._free()
 
-    def settle(self) -> None:
-        """The buckets of the layout have come again: there will be no other ones."""
-        self.settled = True
-
     def begin(self, coming: Sequence[int] | None = None) -> None:
         """Begins a step, unless one has begun. `ready` does so too; a door calls this first if it may end the
         step early, or if another bucket may come first on another rank. All ranks call it at the same point.
@@ -322,8 +318,7 @@ class Engine(Regrouping):
             self._mark = self.step, dict(self.rates.last) if self.rates is not None else {}
             for g in self.layout.groups:
                 g.stage.mark()
-                if not g.direct:
-                    g.states.moved = False
+                g.states.moved = False
         self._revocable, self.lost = True, False
         self._timed = self.tuner is not None and self.tuner.deferred
         self._deferred = self._timed or self.settings.clip_gradient > 0

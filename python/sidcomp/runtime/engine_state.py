@@ -46,7 +46,8 @@ class EngineState:
         self.informed = False  # a checkpoint was loaded, or the program knows that there is none
         self.scale: float | None = None  # AMP's loss scale, if it is known
         self.closed = False
-        self.control = self.allocations = 0
+        self.control = 0  # bytes received that are not gradients
+        self.allocations = 0
         self.place: tuple[int, int] | None = None  # rank and world in checkpoints; None: the exchange's
         self.pause: Callable[[], None] = lambda: None  # waits until no other thread uses the engine
         self.farewell: Callable[[], None] = lambda: None  # tells the other ranks that this one leaves
@@ -140,10 +141,6 @@ class EngineState:
     @property
     def on_device(self) -> bool:
         return self.executor is not None and self.executor.on_device
-
-    def count_control(self, nbytes: int) -> None:
-        """Counts bytes received that are not gradients."""
-        self.control += nbytes
 
     def count_reduced(self, nbytes: int) -> None:
         """Counts an all-reduce of the door's own among the bytes that travelled."""

@@ -294,11 +294,6 @@ class Group:
         """The state after the last step."""
         return self.states.current
 
-    @property
-    def moved(self) -> bool:
-        """Whether the last step can be undone."""
-        return not self.direct and self.states.moved
-
     @contextmanager
     def host_state(self, write: bool = False, state: Block | None = None) -> Iterator[int]:
         """Gives the address of `state` (default: the current one) for a call on the CPU. A state on a device

@@ -25,13 +25,12 @@ class Rollback(EngineState):
         from the gradient that was added. A group that was not finite has already removed its gradient."""
         self._revocable, self.lost = False, True
         number, rates = self._mark
-        in_place = [g for g in self.groups if g.stage.sent and not g.moved]
+        in_place = [g for g in self.groups if g.stage.sent and not g.states.moved]
         if in_place:
             assert self.executor is not None
             self.executor.forget(in_place, several=self.step > number + 1)
         for g in self.groups:
-            if not g.direct:
-                g.states.go_back()
+            g.states.go_back()
         if self.rollback:
             if self.rates is not None:
                 self.rates.last = rates

@@ -60,7 +60,8 @@ class ProcessGroup(Wrapper):
         )
 
     def __repr__(self) -> str:
-        return f"sidcomp.ProcessGroup({self._name}, over {self.inner_config}, {self._status()})"
+        state = next((p.state for p in self.programs if p.state is not None), "compresses nothing yet")
+        return f"sidcomp.ProcessGroup({self._name}, over {self.inner_config}, {state})"
 
     # ---- all-reduce
 
@@ -319,10 +320,6 @@ class ProcessGroup(Wrapper):
         return next(p.state.settings for p in self.programs if p.state is not None)
 
     # ---- what it says
-
-    def _status(self) -> str:
-        states = [p.state for p in self.programs if p.state is not None]
-        return repr(states[0]) if states else "compresses nothing yet"
 
     def _announce(self, program: Program) -> None:
         assert program.state is not None

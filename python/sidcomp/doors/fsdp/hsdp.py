@@ -311,7 +311,7 @@ class Door(ModuleDoor):
         what = f"the end of the backward pass of step {step}"
         has = repr((step, bool(self._slots), sorted((a.index, a.coming) for a in mine))).encode()
         other, _ = forming.differing(exchange, has, tell, self._error, what, "go on with its backward pass")
-        self.engine.count_control(TOLD * exchange.world)
+        self.engine.control += TOLD * exchange.world
         if other is not None:
             raise _ranks_differ(*other)
 
