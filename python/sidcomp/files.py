@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from sidcomp.errors import ArgumentError, SidcompError
+from sidcomp.errors import ArgumentError, SetupError, SidcompError
 
 # These limit a text, so that no parser recurses, converts or searches for long.
 MOST = 2**26  # bytes of a file
@@ -143,6 +143,15 @@ def write(
             _replace(target, put)
     except (OSError, ValueError, RuntimeError) as e:  # RuntimeError: torch's
         raise error(f"cannot write {path}: {_why(e)}") from e
+
+
+def blank_picture(width: float, height: float) -> Any:
+    """Returns an empty figure of matplotlib, of so many inches. Raises SetupError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SetupError("a picture needs matplotlib: pip install matplotlib") from None
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def picture(path: str | Path, figure: Any) -> None:

@@ -293,9 +293,7 @@ def show(profile: Profile, spreads: Mapping[str, Spread], nbytes: int, where: st
 
 def draw(methods: Sequence[Method], sizes: Sequence[int], ranks: int, path: Path) -> None:
     """Time by size of the gradient for each method."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = files.blank_picture(8, 5)
     axis = figure.subplots()
     top = sizes[-1]
     at = sorted({max(1, top // 4**i) for i in range(8)})

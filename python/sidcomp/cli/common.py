@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from sidcomp import core as _core
+from sidcomp import files
 from sidcomp.config.accuracy import CodecSpec
 from sidcomp.config.registry import codecs, exchanges, memories
 from sidcomp.config.settings import DEFAULT
-from sidcomp.errors import SetupError
 from sidcomp.planner.profile import Profile
 from sidcomp.standalone.assumed_profile import measured_link
 from sidcomp.standalone.simulation import Link
@@ -93,11 +93,7 @@ def refuse_plot(path: Path | None) -> None:
     if path is None:
         return
     refuse_unwritable("--plot", path)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SetupError("a picture needs matplotlib: pip install matplotlib") from None
-    known = Figure().canvas.get_supported_filetypes()
+    known = files.blank_picture(1, 1).canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in {"", *known}:
         raise ValueError(f"--plot {path}: no picture ends in {path.suffix}; choose one of {', '.join(known)}")
 

@@ -6,7 +6,6 @@ from textwrap import wrap
 from typing import Any
 
 from sidcomp import files
-from sidcomp.errors import SetupError
 from sidcomp.planner.fusion import SPANS
 
 COLORS = (("#4c72b0", "#8da9d4"), ("#dd8452", "#f0b795"), ("#55a868", "#98cfa5"), ("#8172b3", "#b5abd6"))
@@ -23,14 +22,11 @@ def draw(rows: Mapping[str, Timeline | None], path: str | Path, title: str) -> N
     without that key, those that are encoded. Raises SetupError if matplotlib is missing, and
     ArgumentError, which names file and cause, if it cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise SetupError("a picture needs matplotlib: pip install matplotlib") from None
     drawn = {name: timeline for name, timeline in rows.items() if timeline}
     lines = wrap(title, 120)
-    figure = Figure(figsize=(11, 1.3 + 0.2 * len(lines) + 1.7 * len(drawn)), layout="constrained")
+    figure = files.blank_picture(11, 1.3 + 0.2 * len(lines) + 1.7 * len(drawn))
+    from matplotlib.patches import Patch
+
     figure.suptitle("\n".join([TITLE, *lines]), fontsize=10, parse_math=False)
     axes = figure.subplots(len(drawn), sharex=True, squeeze=False)[:, 0]
     end = max(group[k][1] for t in drawn.values() for group in t for k in SPANS if group[k])

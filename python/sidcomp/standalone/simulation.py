@@ -15,7 +15,7 @@ from sidcomp.config.accuracy import CodecSpec
 from sidcomp.config.kinds import is_list, is_number, is_whole
 from sidcomp.config.registry import exchanges, find_codec, find_exchange, find_memory
 from sidcomp.config.schedule import Setting
-from sidcomp.errors import ArgumentError, SetupError, SidcompError
+from sidcomp.errors import ArgumentError, SidcompError
 from sidcomp.planner.cost_curve import low
 
 WORLDS = tuple(2**i for i in range(1, 13))
@@ -133,11 +133,7 @@ class Simulation:
 
     def plot(self, path: str | Path) -> None:
         """Time by world for each exchange. Needs matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise SetupError("a picture needs matplotlib: pip install matplotlib") from None
-        figure = Figure(figsize=(8, 5), layout="constrained")
+        figure = files.blank_picture(8, 5)
         axis = figure.subplots()
         for i, name in enumerate(self.names):
             rows = [r for r in self.rows if r.exchange == name]
