@@ -33,21 +33,13 @@ def report(p: Engine) -> dict[str, Any]:
     if r.profile is not None and ours is not None:
         free = c.plan(measurement.model(r.profile, settings, buckets=False))
         rewrapped = free["time_ps"] + r.measured_ps - r.predicted_ps
+    times = ("dense_ps", "compute_ps", "baseline_ps", "predicted_ps", "measured_ps")
     return {
-        "stage": r.stage,
-        "why": r.why,
-        "dense_ps": r.dense_ps,
-        "compute_ps": r.compute_ps,
-        "baseline_ps": r.baseline_ps,
-        "predicted_ps": r.predicted_ps,
-        "measured_ps": r.measured_ps,
+        **{name: getattr(r, name) for name in ("stage", "why", *times)},
         "rewrapped_ps": rewrapped,
         "finding_steps": r.steps,
         "finding_seconds": r.seconds,
-        "competed": list(r.competed),
-        "tried": list(r.tried),
-        "compared": list(r.compared),
-        "log": list(r.log),
+        **{name: list(getattr(r, name)) for name in ("competed", "tried", "compared", "log")},
         "groups": groups,
     }
 
