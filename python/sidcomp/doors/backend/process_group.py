@@ -107,7 +107,12 @@ def process_group(
         raise ArgumentError(f"inner={inner!r}: give a process group of which this rank is a member")
     configuration = configuration_of(codec, (), min_bytes, arguments, outside)
     if not known(inner):
-        return _changing(inner, configuration, place)
+        if hasattr(inner, "_manager"):
+            raise SetupError(
+                f"{type(inner).__name__} hands its calls to a Manager, which would not learn of errors: give "
+                "the Manager the group that compresses, Manager(pg=sidcomp.backend.process_group(...), ...)"
+            )
+        return ChangingGroup(inner, configuration, place)
     if place is not None:
         raise ArgumentError("place: torch.distributed knows this process group and its ranks; leave it out")
     _given = inner, configuration
@@ -125,20 +130,5 @@ def process_group(
     return made
 
 
-def _changing(
-    inner: dist.ProcessGroup, configuration: Configuration, place: Callable[[], Any] | None
-) -> ChangingGroup:
-    if hasattr(inner, "_manager"):
-        raise SetupError(
-            f"{type(inner).__name__} hands its calls to a Manager, which would not learn of errors: give the "
-            "Manager the group that compresses, Manager(pg=sidcomp.backend.process_group(...), ...)"
-        )
-    return ChangingGroup(inner, configuration, place)
-
-
-def _register() -> None:
-    if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
-
-
-_register()
+if BACKEND.upper() not in dist.Backend._plugins:
+    dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
