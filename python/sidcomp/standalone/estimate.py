@@ -4,7 +4,7 @@ for a model and a network that need not be here: the planner's model of an itera
 """
 
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -152,7 +152,8 @@ def estimate(
     size = max(1, min(model.elements, BUCKET // 4))
     sent = _sent(codecs, size, ranks)
     known = _updates(optimizers)
-    known += [(spec, every) for spec in updates if (_label(spec), every) not in _labels(known)]
+    there = {(_label(spec), steps) for spec, steps in known}
+    known += [(spec, every) for spec in updates if (_label(spec), every) not in there]
     local = _sent([*(spec for spec, _ in known), OUTER], size, ranks)
     auto = {name: _auto(OPTIMIZERS[name], ranks, ranks_per_node, size) for name in optimizers}
     ways = {label: way for some in (*auto.values(), local, sent) for label, way in some.items()}
@@ -226,10 +227,6 @@ def _updates(optimizers: Iterable[str]) -> list[tuple[CodecSpec, int]]:
     known = [m for name in optimizers for m in accuracy.measured(OPTIMIZERS[name], updates=True)]
     unlike = {(_label(m.spec), m.every): (m.spec, m.every) for m in known}
     return sorted(unlike.values(), key=lambda one: one[1])
-
-
-def _labels(known: Iterable[tuple[CodecSpec, int]]) -> set[tuple[str, int]]:
-    return {(_label(spec), steps) for spec, steps in known}
 
 
 def _losses(label: str, every: int, optimizers: Iterable[str], ranks: int) -> dict[str, Loss]:
@@ -372,7 +369,8 @@ class _Costs:
     def planned(self, among: _Sent, optimizer: str) -> Auto:
         """Returns the fastest plan from plain DDP and some ways. Each way counts its bytes in proportion to
         the part of the gradient that it carries."""
-        chosen = [_choosing(instance, {DENSE, *among}) for instance in self.instances]
+        names = {DENSE, *among}
+        chosen = [{**i, "methods": [m for m in i["methods"] if m["name"] in names]} for i in self.instances]
         plan = fusion.plan(chosen[0], "ldp", work_limit=_WORK_LIMIT)
         took = [self.bucket_ms + fusion.evaluate(instance, plan)["time_ps"] / 1e9 for instance in chosen]
         total = sum(t["bytes"] for t in chosen[0]["tensors"])
@@ -434,8 +432,3 @@ def instance_of(model: Model, step_ms: float, costs: list[dict[str, Any]]) -> di
         spent = until
     tensors[-1]["backward_ps"] += step - forward - spent  # what rounding has left
     return {"forward_ps": forward, "tensors": tensors, "methods": costs}
-
-
-def _choosing(instance: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """The instance with those of its methods that are named."""
-    return {**instance, "methods": [m for m in instance["methods"] if m["name"] in names]}
