@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp.config.grouping import shorten
 from sidcomp.config.policy import Exclude, Policy, parse_exclude
 from sidcomp.config.schedule import Setting
-from sidcomp.doors.fsdp.all_gather import AllGather, encodes_itself, for_parameters
+from sidcomp.doors.fsdp.all_gather import AllGather
 from sidcomp.doors.fsdp.hsdp import Door
 from sidcomp.doors.fsdp.reduce_scatter import Passes, ReduceScatter
 from sidcomp.doors.fsdp.units import Unit, check_torch, units_of
@@ -254,12 +254,12 @@ def compress_all_gather(
     made: list[AllGather] = []
     for unit in units:
         own = unit.group.fsdp_params
-        if encodes_itself(own):
+        if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in own):
             raise UnsupportedError(
                 f"{unit.label()} has a tensor subclass that encodes its own all-gather: leave it out here"
             )
         encoded = [names.get(id(p.sharded_param), "") not in exact for p in own]
-        made.append(for_parameters(own, encoded, codec, parameters, seed, len(made)))
+        made.append(AllGather(codec, parameters, seed, len(made), own, encoded))
     for unit, one in zip(units, made, strict=True):
         unit.group._all_gather_comm = one
     return made

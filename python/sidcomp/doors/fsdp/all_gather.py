@@ -2,7 +2,7 @@
 and every rank decodes all of them, its own among them, so that all have the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,7 @@ class AllGather:
     """The all-gather of one parameter group, for `FSDPModule.set_custom_all_gather`: see
     `sidcomp.fsdp.compress_all_gather`.
 
-    parts: for each parameter the elements of its shard, padded as FSDP pads it, and whether it is encoded.
-    version: a number that changes when the parameters do. The forward and the backward pass gather the same
-    parameters, and take the same random numbers for them.
+    own: the FSDPParams. encoded: which of them are; the others are gathered as they are.
     """
 
     def __init__(
@@ -32,8 +30,8 @@ class AllGather:
         parameters: dict[str, Setting],
         seed: int,
         number: int,
-        parts: Sequence[tuple[int, bool]],
-        version: Callable[[], int],
+        own: Sequence[Any],
+        encoded: Sequence[bool],
     ) -> None:
         if not find_codec(codec).whole:
             raise UnsupportedError(
@@ -41,12 +39,13 @@ class AllGather:
                 'memory for the rest: take a quantized or dense one, such as "int8", "fp8" or "bf16"'
             )
         self._codec, _, self._parameters = resolve(codec, "none", parameters)
-        self._seed, self._number, self._version = seed, number, version
-        self._n = sum(n for n, _ in parts)
+        self._seed, self._number, self._own = seed, number, own
+        sizes = [p.padded_sharded_param_size.numel() for p in own]  # of the shards, as FSDP pads them
+        self._n = sum(sizes)
         self._runs: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (offset, elements), encoded?
         at = 0
-        for n, encoded in parts:
-            runs = self._runs[encoded]
+        for n, is_encoded in zip(sizes, encoded, strict=True):
+            runs = self._runs[is_encoded]
             if runs and sum(runs[-1]) == at:
                 runs[-1] = runs[-1][0], runs[-1][1] + n
             elif n:
@@ -100,7 +99,7 @@ class AllGather:
         try:
             plan.encode(
                 _core.Buffers(_segments(start, coded, width), state.ptr, work.ptr, sent.ptr),
-                step=self._version(),
+                step=self._version,
                 seed=self._seed,
                 group=self._number,
                 rank=0 if plan.linear else rank,
@@ -147,6 +146,13 @@ class AllGather:
                 at += m * width
 
     @property
+    def _version(self) -> int:
+        """Grows with each change in place of the shards, by an optimizer (which sees DTensors) or of the
+        local tensors. The forward and the backward pass gather the same parameters, and take the same random
+        numbers for them."""
+        return sum(p.sharded_param._version + p._sharded_local_tensor._version for p in self._own)
+
+    @property
     def _label(self) -> str:
         return f"all-gather of parameter group {self._number}"
 
@@ -171,30 +177,6 @@ class AllGather:
         if (count, each) not in self._buffers:
             self._buffers[count, each] = Block(count * each)
         return self._buffers[count, each]
-
-
-def for_parameters(
-    own: Sequence[Any],
-    encoded: Sequence[bool],
-    codec: str,
-    parameters: dict[str, Setting],
-    seed: int,
-    number: int,
-) -> AllGather:
-    """Returns the all-gather of one of FSDP's parameter groups, whose FSDPParams are `own`."""
-    parts = [(p.padded_sharded_param_size.numel(), it) for p, it in zip(own, encoded, strict=True)]
-    return AllGather(codec, parameters, seed, number, parts, _version_of(own))
-
-
-def encodes_itself(own: Sequence[Any]) -> bool:
-    """Whether a parameter is a tensor subclass that does something of its own before the all-gather."""
-    return any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in own)
-
-
-def _version_of(parameters: Sequence[Any]) -> Callable[[], int]:
-    """A number that grows with each change in place of the parameters' shards, by an optimizer (which sees
-    DTensors) or of the local tensors."""
-    return lambda: sum(p.sharded_param._version + p._sharded_local_tensor._version for p in parameters)
 
 
 def _segments(start: int, runs: Sequence[tuple[int, int]], width: int) -> "_core.Segments":
