@@ -1,19 +1,14 @@
-"""What few exchanges do to the loss: Outer and plain averaging, beside an all-reduce in every step.
+"""What few exchanges do to the loss at equal time: Outer and others beside plain DDP, over slow networks.
 
-    python -m benchmarks.bench_outer                       # 4 ranks, every 5 and 30 steps
-    python -m benchmarks.bench_outer --every 30 --seeds 3 --only averaging --save
-    python -m benchmarks.bench_outer --lab --rate 10mbit --latency 50 --save   # times over a slow network
-    python -m benchmarks.bench_outer --lab --rate 10mbit --lose                # and with a rank that ends
+    python -m benchmarks.bench_outer --lab --rate 10mbit --latency 50 --save   # ms a step
     python -m benchmarks.bench_outer --task gpt --equal-time 120 --times outer-lab-gpt-100mbit --save
-    python -m benchmarks.bench_outer --task gpt --lab --equal-time 60 --times outer-lab-gpt-100mbit
 
-Every row takes the same steps on the same batches (equal tokens), or, with --equal-time, as many steps as it
-makes in so many seconds by the times that --lab has saved, so that the losses do not depend on how fast this
-machine is now. The ranks are processes that exchange through Gloo; with --lab as well they train over the
-emulated network. The inner optimizer is AdamW, with a warm-up of 20 steps, at most a tenth of all, and a
-cosine down to a tenth. With --save it adds to what the file in benchmarks/results holds already, and measures
-only what is missing there. Times are measured with --lab only: each host is a network namespace, and the ways
-take turns in the same processes.
+With --equal-time every row takes as many steps as it makes in so many seconds by the times that --lab has
+saved, so that the losses do not depend on how fast this machine is now. The ranks are processes that exchange
+through Gloo. The inner optimizer is AdamW, with a warm-up of 20 steps, at most a tenth of all, and a cosine
+down to a tenth. With --save it adds to what the file in benchmarks/results holds already, and measures only
+what is missing there. With --lab each host is a network namespace, and the ways take turns in the same
+processes. bench_diloco.py compares ways at equal tokens.
 
 Forward and backward are in bfloat16 where the processor computes in it, else in float32; a table of float32
 says so. --equal-time trains as the times were measured.
@@ -40,20 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from flags import computes_in_bfloat16
 from tasks import TASKS
 
-DENSE, DDP = "dense", "DDP"
+DDP = "DDP"
 FLOAT32 = ", in float32"  # at the end of a title; else in bfloat16
-FOR_LOSS = (
-    "averaging", "averaging, delay 1/3", "DiLoCo", "averaging, top-k", "averaging, int4", "SparseLoCo",
-    "SparseLoCo with DiLoCo's momentum",
-)  # fmt: skip
 IN_LAB = (
     "no communication", "DDP", "DDP, default topk", "DiLoCo", "DiLoCo, delay", "Outer", "Outer, delay",
     "Outer, parts and delay", "Outer, deadline", "LocalError, deadzone", "LocalError, deadzone, delay",
     "LocalError, deadzone, two-shot",
 )  # fmt: skip
 AT_EQUAL_TIME = ("DDP", "DDP, default topk", "DiLoCo", "Outer", "Outer, delay", "LocalError, deadzone")
-# Label, way, steps between two exchanges, and what else the row says of itself, such as its steps.
-Cells = list[tuple[str, str, int, dict[str, Any]]]
+Cells = dict[str, dict[str, Any]]  # by label: the way, steps between two exchanges, and the row's length
 
 
 def train(rank: int, world: int, file: str, spec: dict[str, Any], out: str) -> None:
@@ -67,16 +57,10 @@ def train(rank: int, world: int, file: str, spec: dict[str, Any], out: str) -> N
 
 
 def measure(args: argparse.Namespace, spec: dict[str, Any]) -> dict[str, float]:
-    """What `learn` says: in processes of this host, or over the emulated network of --lab."""
+    """What `learn` says."""
     with tempfile.TemporaryDirectory(prefix="outer-") as folder:
         out = Path(folder) / "out.json"
-        if args.lab:
-            with Lab.build(args.world, parse_rate(args.rate), latency=args.latency) as hosts:
-                print(*hosts.introduce(), sep="\n", flush=True)
-                command = [sys.executable, "-m", "benchmarks.netlab.outer", json.dumps(spec), str(out)]
-                hosts.run(command, timeout=1800)
-        else:
-            mp.start_processes(train, (args.world, f"{folder}/store", spec, str(out)), nprocs=args.world)
+        mp.start_processes(train, (args.world, f"{folder}/store", spec, str(out)), nprocs=args.world)
         found: dict[str, float] = json.loads(out.read_text())
     return found
 
@@ -85,11 +69,6 @@ def in_order(cell: tuple[str, int]) -> tuple[int, int]:
     """Of a way and how many steps are between two exchanges: those with more exchanges first."""
     way, every = cell
     return every, list(WAYS).index(way)
-
-
-def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    dense = found[DENSE]["loss"]
-    return [{"way": label, **loss_row(of, over(of, dense), DENSE)} for label, of in found.items()]
 
 
 def precision(args: argparse.Namespace) -> str:
@@ -107,22 +86,21 @@ def rows_at_equal_time(found: dict[str, Any]) -> list[dict[str, Any]]:
         ddp = next(
             (o["loss"] for o in found.values() if (o["way"], o["seconds"]) == (DDP, of["seconds"])), {}
         )
-        row = {
-            "way": of["way"],
-            "every": str(of["every"]),
-            "seconds": f"{of['seconds']:g}",
-            "ms a step": f"{of['ms']:.1f}",
-            "steps": str(of["steps"]),
-            **loss_row(of, over(of, ddp), DDP),
-        }
-        if "took" in of:
-            row["seconds taken"] = ", ".join(f"{x:.1f}" for x in of["took"].values())
-        out.append(row)
+        out.append(
+            {
+                "way": of["way"],
+                "every": str(of["every"]),
+                "seconds": f"{of['seconds']:g}",
+                "ms a step": f"{of['ms']:.1f}",
+                "steps": str(of["steps"]),
+                **loss_row(of, over(of, ddp), DDP),
+            }
+        )
     return out
 
 
 def lab(args: argparse.Namespace) -> None:
-    """Times the ways of benchmarks/netlab/outer.py, or the rounds of a run that loses a rank."""
+    """Times the ways of benchmarks/netlab/outer.py."""
     world = args.world
     ways = args.ways or list(IN_LAB)
     cells = sorted({(way, WAYS[way].every or h) for h in args.every or [30] for way in ways}, key=in_order)
@@ -130,14 +108,13 @@ def lab(args: argparse.Namespace) -> None:
     name += f"-{args.rate}" + (f"-{args.latency:.0f}ms" if args.latency else "")
     title = f"Outer: {where(args)}" + ("" if args.bfloat16 else FLOAT32)
     file, old = RESULTS / f"{name}.json", None  # what was measured in other calls
-    if args.save and not args.lose and file.exists():
+    if args.save and file.exists():
         old = json.loads(file.read_text())
         if old["title"] != title:
             raise ValueError(f"{file.name} has {old['title']!r}, and this would be {title!r}: move it away")
     spec = {
-        "task": args.task, "bfloat16": args.bfloat16, "seed": 0, "clip": args.clip,
-        "every": (args.every or [30])[0], "ways": cells, "steps": args.lab_steps, "rounds": args.rounds,
-        "lose": args.lose, "deadline": args.deadline,
+        "task": args.task, "bfloat16": args.bfloat16, "seed": 0, "clip": args.clip, "ways": cells,
+        "steps": args.lab_steps, "rounds": args.rounds,
     }  # fmt: skip
     with (
         Lab.build(world, parse_rate(args.rate), latency=args.latency) as hosts,
@@ -149,23 +126,6 @@ def lab(args: argparse.Namespace) -> None:
         command = [sys.executable, "-m", "benchmarks.netlab.outer", json.dumps(spec), str(out)]
         hosts.run(command, timeout=1800)
         found = json.loads(out.read_text())
-    if args.lose:
-        of_rounds = [
-            {
-                "round": str(i),
-                "members": ", ".join(map(str, b["members"])),
-                "seconds": f"{b['at'] - a['at']:.1f}",
-            }
-            for i, (a, b) in enumerate(pairwise(found), 1)
-        ]
-        note = (
-            f"Outer with its default State, every {spec['every']} steps, deadline {args.deadline:.0f} s. "
-            f"Rank {world - 1} ends in the middle of round 3. Seconds: of the steps and the exchange, by "
-            "rank 0's clock.\n"
-        )
-        title = title.replace("Outer", "Outer, a rank lost", 1)
-        report(name + "-lost", title, of_rounds, note + "\n".join(lines), RESULTS if args.save else None)
-        return
     table = []
     for way in found:
         # A step ends when the last rank has ended it.
@@ -206,7 +166,7 @@ def fill(args: argparse.Namespace, name: str, head: dict[str, Any], cells: Cells
     record = {**head, "found": {}}
     if args.save and kept.exists():
         # Before --clip, a rank that trained on its own clipped at the root of the number of ranks.
-        record = {"bfloat16": True, "clip": math.sqrt(args.world), **json.loads(kept.read_text())}
+        record = {"clip": math.sqrt(args.world), **json.loads(kept.read_text())}
         if record["bfloat16"] is not args.bfloat16:
             raise ValueError(
                 f"{kept.name} has losses of another precision than {precision(args)}: move it away"
@@ -215,54 +175,24 @@ def fill(args: argparse.Namespace, name: str, head: dict[str, Any], cells: Cells
             raise ValueError(f"{kept.name} has losses with --clip {record['clip']:.3g}: give that")
         args.clip = record["clip"]
     found: dict[str, Any] = record["found"]
-    for label, _, _, says in cells:
+    for label, says in cells.items():
         of = found.get(label, says)
         if other := [f"{key} {of[key]}" for key in says if of[key] != says[key]]:
             raise ValueError(f"{kept.name} has {label!r} with {', '.join(other)}: give that")
     for seed in range(args.seeds):
-        for label, way, every, says in cells:
+        for label, says in cells.items():
             of = found.setdefault(label, {"ratio": 1.0, **says, "loss": {}})
             if str(seed) in of["loss"]:
                 continue
-            whole = "seconds" in says  # the steps are whole rounds, so the last exchange has just begun
             spec = {"task": args.task, "bfloat16": args.bfloat16, "seed": seed, "clip": args.clip}
-            spec |= {"way": way, "steps": of["steps"], "every": every, "average": not whole}
+            spec |= {key: says[key] for key in ("way", "steps", "every")}
             one = measure(args, spec)
             of["loss"][str(seed)], of["ratio"] = one["loss"], one["ratio"]
-            if args.lab:
-                of.setdefault("took", {})[str(seed)] = one["seconds"]
             print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)
             record["machine"] = machine()
             if args.save:
                 write(kept, record)
     return found
-
-
-def show(args: argparse.Namespace, name: str, title: str, table: list[dict[str, Any]], note: str) -> None:
-    report(name, title, table, note, None)
-    if args.save:
-        kept = RESULTS / f"{name}.json"
-        record = {**json.loads(kept.read_text()), "title": title, "note": note, "rows": table}
-        write(kept, record)
-
-
-def at_equal_tokens(args: argparse.Namespace) -> None:
-    name = f"outer-{args.task}-{args.world}" + (f"-{args.name}" if args.name else "")
-    name += "" if args.bfloat16 else "-float32"
-    ways = args.ways or [way for way in FOR_LOSS if way.startswith(args.only or "")]
-    cells: Cells = [(DENSE, DENSE, 1, {"steps": args.steps})]
-    for h in args.every or [5, 30]:
-        for way in ways:
-            label = way if WAYS[way].every else f"{way}, every {h}"
-            cells.append((label, way, WAYS[way].every or h, {"steps": args.steps}))
-    found = fill(args, name, {}, cells)
-    note = (
-        f"{TASKS[args.task].title}, AdamW, {args.world} ranks, {args.steps} steps of all ranks (--task "
-        f"{args.task} --world {args.world} --steps {args.steps}), in {precision(args)}, gradients clipped "
-        f"at {args.clip:g}. Over dense: the mean of what each seed loses to an all-reduce in every step with "
-        "that seed."
-    )
-    show(args, name, "Outer: loss at equal tokens", rows(found), note)
 
 
 def at_equal_time(args: argparse.Namespace) -> None:
@@ -271,12 +201,12 @@ def at_equal_time(args: argparse.Namespace) -> None:
     if not file.exists():
         raise ValueError(f"--times {args.times}: there is no {file.name} in {RESULTS.name}")
     times = json.loads(file.read_text())
-    title = f"Outer: {where(args)}" if args.lab else f"Outer: {TASKS[args.task].title}, {args.world} hosts"
+    title = f"Outer: {TASKS[args.task].title}, {args.world} hosts"
     if not times["title"].startswith(title):
         raise ValueError(f"{file.name} has {times['title']!r}, not {title!r}: give its --task and --world")
     args.bfloat16 = not times["title"].endswith(FLOAT32)
-    ways = args.ways or [way for way in AT_EQUAL_TIME if way.startswith(args.only or "")]
-    cells: Cells = []
+    ways = args.ways or AT_EQUAL_TIME
+    cells: Cells = {}
     for row in times["rows"]:
         way, every, ms = row["way"], int(row["every"]), float(row["mean"])
         if way not in ways or every not in (WAYS[way].every, *(args.every or [every])):
@@ -287,11 +217,10 @@ def at_equal_time(args: argparse.Namespace) -> None:
                 f"--equal-time {args.equal_time:g}: {way} takes {every * ms / 1000:.0f} s a round"
             )
         label = f"{way}, every {every}, {args.equal_time:g} s"
-        says = {"way": way, "every": every, "seconds": args.equal_time, "ms": ms, "steps": steps}
-        cells.append((label, way, every, says))
-    if missing := set(args.ways or []) - {way for _, way, _, _ in cells}:
+        cells[label] = {"way": way, "every": every, "seconds": args.equal_time, "ms": ms, "steps": steps}
+    if missing := set(args.ways or []) - {says["way"] for says in cells.values()}:
         raise ValueError(f"{file.name} has no time of {', '.join(sorted(missing))}")
-    name = f"outer-time-{file.stem.removeprefix('outer-lab-')}" + ("-run" if args.lab else "")
+    name = f"outer-time-{file.stem.removeprefix('outer-lab-')}"
     found = fill(args, name, {"times": file.stem}, cells)
     note = (
         f"{TASKS[args.task].title}, AdamW, {args.world} ranks (--task {args.task} --equal-time T --times "
@@ -300,7 +229,11 @@ def at_equal_time(args: argparse.Namespace) -> None:
         "most 20, and the cosine ends with the steps. Over DDP: the mean of what each seed loses to plain "
         "DDP in the same time with that seed."
     )
-    show(args, name, f"Outer: loss at equal time, {times['title']}", rows_at_equal_time(found), note)
+    title, table = f"Outer: loss at equal time, {times['title']}", rows_at_equal_time(found)
+    report(name, title, table, note, None)
+    if args.save:
+        kept = RESULTS / f"{name}.json"
+        write(kept, {**json.loads(kept.read_text()), "title": title, "note": note, "rows": table})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -308,13 +241,15 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--task", default="lm", choices=sorted(RATES), help="of examples/tasks.py (default lm, the GRU)")
     add("--world", type=int, default=4, help="ranks (default 4)")
-    add("--steps", type=int, default=300, help="of each row (default 300)")
-    add("--every", type=int, nargs="+", help="steps between two exchanges (default 5 30; --lab: 30)")
+    add(
+        "--every",
+        type=int,
+        nargs="+",
+        help="steps between two exchanges (--lab: 30, else any)",
+    )
     add("--seeds", type=int, default=1, help="0, 1, ... (default 1)")
     add("--clip", type=float, default=1.0, help="norm that gradients are clipped at (default 1)")
-    add("--only", help="the rows that begin with this, and dense")
     add("--save", action="store_true", help="keep the results in benchmarks/results")
-    add("--name", help="keep losses at equal tokens apart, by this name")
     add("--lab", action="store_true", help="time steps over an emulated network")
     add("--rate", default="100mbit", help="of each host's link in the lab (default 100mbit)")
     add("--latency", type=float, default=0.0, help="ms that a round trip takes in the lab (default 0)")
@@ -323,17 +258,14 @@ def main(argv: list[str] | None = None) -> int:
     add("--times", metavar="NAME", help="of a file that --lab has saved: the ms of a step")
     add("--rounds", type=int, default=2, help="of Outer in the lab (default 2)")
     add("--lab-steps", type=int, default=6, help="of DDP in the lab (default 6)")
-    add("--lose", action="store_true", help="a rank ends in the lab")
-    add("--deadline", type=float, default=10.0, help="seconds, of the run that loses a rank (default 10)")
     args = parser.parse_args(argv)
     if unknown := [way for way in args.ways or [] if way not in WAYS]:
         parser.error(f"--ways {unknown[0]!r}: choose from {', '.join(map(repr, WAYS))}")
-    if (args.equal_time is None) != (args.times is None):
-        parser.error("--equal-time and --times go together")
+    if not args.lab and None in (args.equal_time, args.times):
+        parser.error("give --lab, or --equal-time and --times")
     args.bfloat16 = computes_in_bfloat16("cpu")
-    bench = at_equal_time if args.times else lab if args.lab else at_equal_tokens
     try:
-        bench(args)
+        (lab if args.lab else at_equal_time)(args)
     except (LabError, ValueError) as e:
         print(f"bench_outer: {e}", file=sys.stderr)
         return 1 if isinstance(e, LabError) else 2

@@ -33,10 +33,10 @@ RATES = {"lm": 0.004, "gpt": 0.003, "gpt-paced": 0.003}
 
 
 class Way(NamedTuple):
-    """door: "nothing" (no communication), "all-reduce" (of the gradients), "DDP", or updates: "Outer" with an
-    outer optimizer, or "LocalError" with errors in the parameters. state: makes the State, where it is not
-    the default. how: further arguments for updates (delay: in parts of `every`), lr and momentum of the outer
-    optimizer among them. every: steps between two exchanges; None: as many as the caller says."""
+    """door: "nothing" (no communication), "DDP", or updates: "Outer" with an outer optimizer, or "LocalError"
+    with errors in the parameters. state: makes the State, where it is not the default. how: further arguments
+    for updates (delay: in parts of `every`). every: steps between two exchanges; None: as many as the caller
+    says."""
 
     door: str
     state: Callable[[], sidcomp.State] | None = None
@@ -48,10 +48,6 @@ def uncompressed() -> sidcomp.State:
     return sidcomp.State("none")
 
 
-def sparse(beta: float = 0.95) -> sidcomp.State:
-    return sidcomp.State("topk", ratio=128, values="log2", indices="packed", beta=beta)
-
-
 def deadzone() -> sidcomp.State:
     return sidcomp.State("deadzone", bits=0.5)
 
@@ -60,33 +56,18 @@ def twoshot() -> sidcomp.State:
     return sidcomp.State("deadzone", bits=1.0, exchange="twoshot")
 
 
-AVERAGE = {"lr": 1.0, "momentum": 0.0}
-CORRECTED = {"noise_correction": True}
 WAYS = {
-    "dense": Way("all-reduce", every=1),
-    "averaging": Way("Outer", uncompressed, AVERAGE),
-    "averaging, delay 1/3": Way("Outer", uncompressed, {**AVERAGE, "delay": 1 / 3}),
-    "averaging, top-k": Way("Outer", lambda: sparse(beta=1.0), AVERAGE),
-    "averaging, int4": Way("Outer", lambda: sidcomp.State("int4"), AVERAGE),
-    "averaging, corrected": Way("Outer", uncompressed, {**AVERAGE, **CORRECTED}),
-    "averaging, int4, corrected": Way("Outer", lambda: sidcomp.State("int4"), {**AVERAGE, **CORRECTED}),
-    "SparseLoCo": Way("Outer", sparse),
-    "SparseLoCo, corrected": Way("Outer", sparse, CORRECTED),
-    "SparseLoCo with DiLoCo's momentum": Way("Outer", sparse, {"lr": 0.7, "momentum": 0.9}),
     "no communication": Way("nothing", every=1),
     "DDP": Way("DDP", every=1),
     # State() before it follows an optimizer. Beside AdamW one that does takes int4.
     "DDP, default topk": Way("DDP", lambda: sidcomp.preset("topk-fortieth"), every=1),
     "DDP, int4": Way("DDP", lambda: sidcomp.State("int4"), every=1),
     "DiLoCo": Way("Outer", uncompressed),
-    "DiLoCo, corrected": Way("Outer", uncompressed, CORRECTED),
     "DiLoCo, delay": Way("Outer", uncompressed, {"delay": 0.5}),
     "Outer": Way("Outer"),
-    "Outer, corrected": Way("Outer", None, CORRECTED),
     "Outer, delay": Way("Outer", None, {"delay": 0.5}),
     "Outer, parts and delay": Way("Outer", None, {"delay": 0.1, "parts": 5}),
     "Outer, deadline": Way("Outer", None, {"deadline": 60.0}),
-    "Outer, preset sparseloco": Way("Outer", lambda: sidcomp.preset("sparseloco")),
     "LocalError": Way("LocalError", every=1),
     "updates, 1/100": Way("LocalError", lambda: sidcomp.State(HUNDREDTH[0], **HUNDREDTH[1])),
     "updates, int4": Way("LocalError", lambda: sidcomp.State("int4")),
@@ -97,12 +78,11 @@ WAYS = {
 }
 
 
-def outer_of(state: sidcomp.State, how: dict[str, Any]) -> Any:
-    """The outer optimizer, whose arguments are taken out of `how`: unless they say else, DiLoCo's without a
-    lossy codec, else SparseLoCo's."""
-    usual = {"lr": 1.0, "momentum": 0.0} if state.settings.lossy else {"lr": 0.7, "momentum": 0.9}
-    lr, momentum = (how.pop(name, value) for name, value in usual.items())
-    return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+def outer_of(state: sidcomp.State) -> Any:
+    """The outer optimizer: DiLoCo's without a lossy codec, else SparseLoCo's."""
+    if state.settings.lossy:
+        return partial(torch.optim.SGD, lr=1.0)
+    return partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class Run:
@@ -110,7 +90,7 @@ class Run:
 
     def __init__(self, spec: dict[str, Any], name: str, every: int, rank: int, world: int) -> None:
         self.task = task_of(spec["task"], rank, world, None)
-        self.seed, self.world = spec["seed"], world
+        self.seed: int = spec["seed"]
         self.bfloat16: bool = spec["bfloat16"]  # forward and backward
         torch.manual_seed(self.seed)
         self.module = self.task.model()
@@ -126,8 +106,7 @@ class Run:
         self.in_parameters = False  # the error
         way = WAYS[name]
         self.state = way.state() if way.state is not None else None
-        self.reduces = way.door == "all-reduce"
-        how = {**way.how, **spec.get("how", {})}
+        how = dict(way.how)
         if way.door == "DDP":
             self.model = DistributedDataParallel(self.module)
             if self.state is not None:
@@ -140,7 +119,7 @@ class Run:
                 self.state = self.state or sidcomp.State()
             else:
                 self.state = self.state or sidcomp.State(OUTER[0], **OUTER[1])
-                how |= {"error": "memory", "outer": outer_of(self.state, how)}
+                how |= {"error": "memory", "outer": outer_of(self.state)}
             self.updates = Updates(self.module, self.optimizer, self.state, every=every, **how)
         self.plain = self.updates is None  # every step takes equally long
         self.clip: float = spec["clip"]
@@ -152,12 +131,6 @@ class Run:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
             loss, self.carry = self.task.loss(self.model, 1000 * self.seed + self.steps, self.carry)
         loss.backward()
-        if self.reduces:
-            grads = torch.cat([p.grad.flatten() for p in self.parameters])  # type: ignore[union-attr]
-            dist.all_reduce(grads)
-            means = (grads / self.world).split([p.numel() for p in self.parameters])
-            for p, g in zip(self.parameters, means, strict=True):
-                p.grad = g.view_as(p)
         torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimizer.step()
         self.steps += 1
@@ -195,19 +168,11 @@ class Run:
 
 
 def learn(spec: dict[str, Any], rank: int, world: int) -> dict[str, float]:
-    """Trains one way: its loss, how many times fewer bytes than an all-reduce it has sent, and the seconds
-    of its steps by this rank's clock."""
+    """Trains one way, for whole rounds: its loss, and how many times fewer bytes than an all-reduce it has
+    sent."""
     run = Run(spec, spec["way"], spec["every"], rank, world)
-    dist.barrier()
-    start = time.perf_counter()
     run.train(spec["steps"])
-    took = time.perf_counter() - start
-    if run.updates is not None and run.in_parameters:
-        if spec["average"] and spec["steps"] % spec["every"]:
-            run.updates.exchange()
-    elif run.updates is not None:
-        if spec["average"]:
-            run.updates.exchange()
+    if run.updates is not None and not run.in_parameters:
         run.updates.land()
     ratio = 1.0
     if run.state is not None:
@@ -215,7 +180,7 @@ def learn(spec: dict[str, Any], rank: int, world: int) -> dict[str, float]:
         ratio = all_reduce * spec["steps"] / run.state.stats()["wire_bytes"]
     loss = run.evaluate()
     run.close()
-    return {"loss": loss, "ratio": ratio, "seconds": took}
+    return {"loss": loss, "ratio": ratio}
 
 
 def warm(run: Run, every: int) -> None:
@@ -266,48 +231,17 @@ def compare(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]
     return out
 
 
-def lose(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
-    """Updates with a deadline, in which the last rank ends in the middle of a round. Returns the end of each
-    round, and who took part in it."""
-    every = spec["every"]
-    run = Run({**spec, "how": {"deadline": spec["deadline"]}}, "Outer, deadline", every, rank, world)
-    assert run.updates is not None and run.updates.meetings is not None
-    attendance = run.updates.meetings.attendance
-    ends, end = [{"at": time.perf_counter(), "members": list(range(world))}], attendance.end
-
-    def ended() -> Any:
-        outcome = end()
-        if outcome is not None:
-            ends.append({"at": time.perf_counter(), "members": outcome.members})
-        return outcome
-
-    attendance.end = ended  # type: ignore[method-assign]
-    while len(ends) <= spec["rounds"]:
-        if rank == world - 1 and len(ends) == 3 and run.steps % every == every // 2:
-            os._exit(0)  # without a word to anyone
-        run.step()
-        if rank == 0 and run.steps % every == 0:
-            print(f"round {len(ends) - 1}: {ends[-1]['members']}", flush=True)
-    run.close()
-    return ends
-
-
 def main() -> None:
     spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    found: Any
-    if spec.get("lose"):
-        found = lose(spec, rank, world)
-    else:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
-        found = (learn if "way" in spec else compare)(spec, rank, world)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    found = compare(spec, rank, world)
     if rank == 0:
         out.write_text(json.dumps(found))
     gc.collect()
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
