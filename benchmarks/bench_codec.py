@@ -106,16 +106,6 @@ def settings_of(info: dict[str, Any], densities: list[float]) -> list[dict[str, 
     return [*rows, FORTIETH[1]] if info["name"] == FORTIETH[0] else rows
 
 
-def gradients_of(kind: str, n: int) -> list[np.ndarray]:
-    """POOL gradients: drawn from a Laplace distribution, or the language model's own, over and over."""
-    if kind == "laplace":
-        rng = np.random.default_rng(0)
-        return [rng.laplace(size=n).astype(np.float32) for _ in range(POOL)]
-    from benchmarks.papers.recorded import recorded
-
-    return [np.resize(g, n) for _, (g,) in recorded("lm", range(40, 40 + POOL))]
-
-
 def in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
     """float32, or the bits of x in float16 or bfloat16."""
     if dtype == "float32":
@@ -129,14 +119,13 @@ def run(
     densities: list[float],
     baselines: bool,
     only: list[str],
-    kind: str,
     residuals: list[str],
     dtype: str = "float32",
 ) -> list[dict[str, Any]]:
-    gradients = gradients_of(kind, n)
-    scale = float(np.sqrt(np.mean(np.square(gradients[0], dtype=np.float64)) / 2))  # Laplace: 1
+    rng = np.random.default_rng(0)
+    gradients = [rng.laplace(size=n).astype(np.float32) for _ in range(POOL)]
     # a residual that many steps have filled
-    start = (20 * scale * np.random.default_rng(1).laplace(size=n)).astype(np.float32)
+    start = (20 * np.random.default_rng(1).laplace(size=n)).astype(np.float32)
     given = [in_dtype(g, dtype) for g in gradients]
     summed, out = np.zeros(n, np.float32), np.zeros_like(given[0])
     # As many elements as have the bytes of the residual, read and written, and of the gradient.
@@ -255,15 +244,12 @@ def quieter(tables: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def save(
-    rows: list[dict[str, Any]], repeats: int, runs: int, kind: str, dtype: str, name: str, out: Path | None
+    rows: list[dict[str, Any]], repeats: int, runs: int, dtype: str, name: str, out: Path | None
 ) -> None:
-    what = "Laplace gradients"
-    if kind == "lm":
-        what = "gradients of the language model, repeated to n elements"
     note = (
-        f"{dtype}, one thread, {what}. residual: filled by many steps, or the first {FIRST} steps from an "
-        f"empty one, twice; median [quartiles] of {repeats} (first steps: {2 * FIRST}, decode of {MANY}: "
-        f"{max(3, repeats // 3)}). A linear codec encodes as one of {RANKS} ranks. "
+        f"{dtype}, one thread, Laplace gradients. residual: filled by many steps, or the first {FIRST} steps "
+        f"from an empty one, twice; median [quartiles] of {repeats} (first steps: {2 * FIRST}, decode of "
+        f"{MANY}: {max(3, repeats // 3)}). A linear codec encodes as one of {RANKS} ranks. "
         f"Limits: of encode: R += G, {12 if dtype == 'float32' else 10} bytes an element, of decode "
         f"({RANKS} ranks, linear: their sum): the time of one write, times the bytes read and written "
         f"over those of that write. An added rank: of {MANY} beside {RANKS} (payloads of {RANKS} ranks, in "
@@ -283,7 +269,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each (default 15)")
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01, 0.1], help="fractions")
     parser.add_argument("--only", nargs="+", default=[""], help="codecs whose names hold one of these")
-    parser.add_argument("--gradients", choices=("laplace", "lm"), default="laplace", help="(default laplace)")
     parser.add_argument(
         "--residual", nargs="+", choices=RESIDUALS, default=["filled"], help="(default filled)"
     )
@@ -298,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
         help="of the whole table: row by row the quieter one counts (default 1)",
     )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.json")
-    parser.add_argument("--name", help="(default codec, of other gradients codec-lm)")
+    parser.add_argument("--name", help="(default codec, of other types codec-bfloat16 and so on)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     baselines = not args.no_baseline
@@ -312,17 +297,15 @@ def main(argv: list[str] | None = None) -> None:
                 args.density,
                 baselines,
                 args.only,
-                args.gradients,
                 args.residual,
                 args.dtype,
             )
         ]
         for _ in range(args.runs)
     ]
-    name = "codec" if args.gradients == "laplace" else f"codec-{args.gradients}"
-    name = args.name or (name if args.dtype == "float32" else f"{name}-{args.dtype}")
+    name = args.name or ("codec" if args.dtype == "float32" else f"codec-{args.dtype}")
     out = RESULTS if args.save else None
-    save(quieter(tables), args.repeats, args.runs, args.gradients, args.dtype, name, out)
+    save(quieter(tables), args.repeats, args.runs, args.dtype, name, out)
 
 
 if __name__ == "__main__":
