@@ -32,9 +32,12 @@ class Claim(NamedTuple):
 
 def compare(ours: float, papers: float, neutral: float = 1.0) -> str:
     """Both are larger than `neutral` where the claim holds."""
-    if ours >= neutral + 0.9 * (papers - neutral):
-        return "as large"
-    return "smaller" if ours > neutral + 0.02 else "not here"
+    return outcome(ours >= neutral + 0.9 * (papers - neutral), ours > neutral + 0.02)
+
+
+def outcome(whole: bool, part: bool) -> str:
+    """Whether the claim holds as the paper has it, or in part."""
+    return "as large" if whole else "smaller" if part else "not here"
 
 
 UPPER = "upper limit"
@@ -63,7 +66,7 @@ def largest(column: str, papers: float, only: str = "") -> Callable[[list[Row]],
 def best_of(ratios: list[tuple[float, str, Row]], papers: float, by_median: bool = False) -> Found:
     """The largest ratio of those that trained, and of the others. by_median: where the median is below 1, the
     largest one is luck, and the outcome is the median's."""
-    texts, outcome = [], UPPER
+    texts, found = [], UPPER
     for computed in (True, False):
         some = [x for x in ratios if trained(x[2]) is computed]
         if not some:
@@ -73,8 +76,8 @@ def best_of(ratios: list[tuple[float, str, Row]], papers: float, by_median: bool
         what = "" if computed else "without computing "
         texts.append(f"{what}up to {top:.2f} times ({name}, {place(row)}), median {middle:.2f}")
         if computed:
-            outcome = compare(middle if by_median and middle < 1 else top, papers)
-    return Found("; ".join(texts), outcome)
+            found = compare(middle if by_median and middle < 1 else top, papers)
+    return Found("; ".join(texts), found)
 
 
 def ratio(over: str, under: str, papers: float, only: str = "") -> Callable[[list[Row]], Found]:
@@ -94,17 +97,10 @@ def layer_wise_is_slower(rows: list[Row]) -> Found:
     buckets = [row for row in rows if float(row["layer"]) < float(row["plain DDP in buckets"])]
     equal = [row for row in rows if float(row["layer"]) == float(row["plain DDP by layer"])]
     n = len(rows)
-    outcome = (
-        "as large"
-        if len(slower) > n / 2
-        else "smaller"
-        if len(slower) or len(buckets) > n / 2
-        else "not here"
-    )
     return Found(
         f"slower than an all-reduce of each tensor in {len(slower)} of {n} cases, as fast to two digits in "
         f"{len(equal)}, slower than DDP's buckets in {len(buckets)}",
-        outcome,
+        outcome(len(slower) > n / 2, bool(slower) or len(buckets) > n / 2),
     )
 
 
@@ -239,7 +235,7 @@ def at_equal_time(rows: list[Row]) -> Found:
     return Found(
         f"{text}, plain DDP {max(b for _, b in pairs):.2f}, {other['hook'].split('[')[0]} "
         f"{float(other[column]):.2f} ({place(ours[0])})",
-        "as large" if lower == len(pairs) and lowest else "smaller" if lower else "not here",
+        outcome(lower == len(pairs) and lowest, lower > 0),
     )
 
 
@@ -257,11 +253,9 @@ def search_times(rows: list[Row]) -> Found:
 def passing(rows: list[Row]) -> Found:
     means = [float(row[c].split()[0]) for row in rows for c in ("sidco-e", "sidco-gp", "sidco-p")]
     inside = [m for m in means if 0.8 <= m <= 1.2]
-    outcome = (
-        "as large" if len(inside) == len(means) else "smaller" if len(inside) > len(means) / 2 else "not here"
-    )
     return Found(
-        f"{len(inside)} of {len(means)} means within 20 %, {min(means):.2f} to {max(means):.2f}", outcome
+        f"{len(inside)} of {len(means)} means within 20 %, {min(means):.2f} to {max(means):.2f}",
+        outcome(len(inside) == len(means), len(inside) > len(means) / 2),
     )
 
 
@@ -297,7 +291,7 @@ def matching(rows: list[Row]) -> Found:
     return Found(
         f"Marsit {min(marsit):.0f} to {max(marsit):.0f} %, "
         f"cascading {min(cascade):.0f} to {max(cascade):.0f} %",
-        "as large" if min(marsit) > max(cascade) else "not here",
+        outcome(min(marsit) > max(cascade), False),
     )
 
 
@@ -309,11 +303,7 @@ def fewer_bytes(rows: list[Row]) -> Found:
     return Found(
         f"with 4 ranks {100 * dense:.0f} % fewer bytes than plain DDP, {100 * signs:.0f} % fewer than "
         "signSGD by all-gather",
-        "as large"
-        if dense >= 0.9 and signs >= 0.63
-        else "smaller"
-        if min(dense, signs) > 0.02
-        else "not here",
+        outcome(dense >= 0.9 and signs >= 0.63, min(dense, signs) > 0.02),
     )
 
 
@@ -354,8 +344,8 @@ def as_good_as_sgd(what: str, points: float) -> Callable[[list[Row]], Found]:
             fine += sum(x <= sgd + most for x in means)
             texts.append(f"{row[what]}: SGD {sgd:.2f}, RGC {', '.join(f'{x:.2f}' for x in means)}")
         of = len(rows) * len(systems)
-        outcome = "as large" if fine == of else "smaller" if fine else "not here"
-        return Found(f"no further than the paper's in {fine} of {of} cases ({'; '.join(texts)})", outcome)
+        text = f"no further than the paper's in {fine} of {of} cases ({'; '.join(texts)})"
+        return Found(text, outcome(fine == of, fine > 0))
 
     return found
 
@@ -378,7 +368,7 @@ def power_law(rows: list[Row]) -> Found:
     return Found(
         f"p = {min(without):.2f} to {max(without):.2f} without error feedback, "
         f"{min(fed):.2f} to {max(fed):.2f} with it",
-        "as large" if min(without) > 0.7 else "smaller" if above else "not here",
+        outcome(min(without) > 0.7, above > 0),
     )
 
 
@@ -389,7 +379,7 @@ def cascading_by_layer(rows: list[Row]) -> Found:
     larger = f"{min(rest):.0f} to {max(rest):.0f} % in larger ones"
     return Found(
         f"{rates[0][1]:.0f} % in tensors of {rates[0][0]} elements, {larger}",
-        "as large" if near else "smaller",
+        outcome(near, True),
     )
 
 
