@@ -282,18 +282,6 @@ def run_facts(call: Call, until: float) -> None:
         call.row({"what": "the build", "wrong": f"does not load: {facts['sidcomp']}"})
 
 
-def run_codecs(call: Call, until: float) -> None:
-    follow(call, [Task(python("gpu_kernels", "codecs"))], until)
-
-
-def run_launches(call: Call, until: float) -> None:
-    follow(call, [Task(python("gpu_kernels", "launches"))], until)
-
-
-def run_times(call: Call, until: float) -> None:
-    follow(call, [Task(python("gpu_time", "some"))], until)
-
-
 def run_ranks(call: Call, until: float) -> None:
     steps = [] if call.rehearsed is None else ["--steps", "2"]
     follow(call, [Task(python("one_gpu", *steps), **stand_in(call))], until)
@@ -423,18 +411,16 @@ def run_sanitizer(call: Call, until: float) -> None:
     follow(call, [Task(command, finds=FINDING)], until)
 
 
-def run_every_codec(call: Call, until: float) -> None:
-    follow(call, [Task(python("gpu_time", "all"))], until)
-
-
-def run_steps(call: Call, until: float) -> None:
-    follow(call, [Task(python("gpu_time", "steps"))], until)
+def asked(script: str, what: str) -> Callable[[Call, float], None]:
+    """A part that follows one script."""
+    return lambda call, until: follow(call, [Task(python(script, what))], until)
 
 
 PARTS: dict[str, Callable[[Call, float], None]] = {
-    "facts": run_facts, "codecs": run_codecs, "launches": run_launches, "times": run_times,
-    "ranks": run_ranks, "edges": run_edges, "profile": run_profile, "tests": run_tests,
-    "memcheck": run_sanitizer, "racecheck": run_sanitizer, "every codec": run_every_codec, "steps": run_steps,
+    "facts": run_facts, "codecs": asked("gpu_kernels", "codecs"),
+    "launches": asked("gpu_kernels", "launches"), "times": asked("gpu_time", "some"), "ranks": run_ranks,
+    "edges": run_edges, "profile": run_profile, "tests": run_tests, "memcheck": run_sanitizer,
+    "racecheck": run_sanitizer, "every codec": asked("gpu_time", "all"), "steps": asked("gpu_time", "steps"),
 }  # fmt: skip
 
 
