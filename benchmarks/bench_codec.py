@@ -21,8 +21,8 @@ from benchmarks.common import RESULTS, Timing, race, ratio, report
 RANKS = 8
 MANY = 64  # ranks, whose payloads are 8 in turn
 POOL = 5  # gradients in turn, so that no step meets the last one's
-WARMUP = 24  # steps before the first timed one: the codec's threshold has settled
 FIRST = 12  # steps from an empty residual on, until it is emptied again
+WARMUP = 2 * FIRST  # steps before the first timed one: the codec's threshold has settled
 RESIDUALS = ("filled", "empty")
 
 
@@ -65,9 +65,9 @@ class Ours:
         self.step += 1
         self.passes += stats.passes
 
-    def begin_again(self, turn: int) -> None:
-        """Every FIRST turns the state is what training begins with."""
-        if turn % FIRST == 0:
+    def begin_again(self) -> None:
+        """Every FIRST steps the state is what training begins with."""
+        if self.step % FIRST == 0:
             self.state[:] = self.first
 
     def floor_bytes(self) -> float:
@@ -139,7 +139,7 @@ def run(
             for residual in residuals if memory == "residual" else ["filled"]:
                 ours = Ours(info["name"], n, settings, given, start, memory, dtype)
                 filled = residual == "filled"
-                for _ in range(WARMUP if filled else 2):
+                for _ in range(WARMUP):
                     ours.encode()
                 turn = iter(range(10**9))
                 runners: dict[str, Callable[[], object]] = {

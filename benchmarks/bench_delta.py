@@ -21,7 +21,6 @@ import math
 import os
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 from sidcomp import delta
 
-from benchmarks.common import RESULTS, Timing, command, report, summary
+from benchmarks.common import RESULTS, Timing, command, race, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -194,21 +193,6 @@ def speed(gigabytes: float, took: Timing) -> str:
     return f"{median:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def race(
-    calls: dict[str, Callable[[], object]], repeats: int, before: Callable[[], object]
-) -> dict[str, Timing]:
-    """As benchmarks.common has it, but `before` comes before each call."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(1 + repeats):
-        for name, call in calls.items():
-            before()
-            start = time.perf_counter()
-            call()
-            if turn:
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: summary(t) for name, t in times.items()}
-
-
 def rows_of(source: str, old: Array, new: Array, repeats: int) -> list[dict[str, Any]]:
     count, least = bound(old, new)
     there, sent, out = old.copy(), {}, []
@@ -223,8 +207,8 @@ def rows_of(source: str, old: Array, new: Array, repeats: int) -> list[dict[str,
         np.copyto(there, old)
 
     to_encode = {k: partial(m.encode, old, new) for k, m in methods().items()}
-    encoded = race(to_encode, repeats, lambda: None)
-    applied = race({k: partial(m.apply, there, sent[k]) for k, m in methods().items()}, repeats, again)
+    encoded = race(to_encode, repeats, 1)
+    applied = race({k: partial(m.apply, there, sent[k]) for k, m in methods().items()}, repeats, 1, again)
     load = f"{os.getloadavg()[0]:.1f}"
     for name, method in methods().items():
         size = method.size(sent[name])

@@ -86,17 +86,17 @@ def race(
     runners: Mapping[str, Callable[[], object]],
     repeats: int,
     warmup: int = 2,
-    before: Callable[[int], object] = lambda turn: None,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
     """Times each runner `repeats` times, in turn, so that what disturbs the machine meets all alike. Each
-    turn begins with another one: the first may find that what all read is in no cache. `before`, which is not
-    timed, is called with the number of each turn."""
+    turn begins with another one: the first may find that what all read is in no cache. `before` is called
+    before each, and not timed."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     names = list(runners)
     for i in range(warmup + repeats):
-        before(i)
         first = i % len(names)
         for name in names[first:] + names[:first]:
+            before()
             start = time.perf_counter()
             runners[name]()
             if i >= warmup:
