@@ -16,15 +16,13 @@ nothing, and writes the table anew.
 import json
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from benchmarks.common import RESULTS, command, loss_row, machine, over, report, write
+from benchmarks.ranks import spawned
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import flags
@@ -43,9 +41,7 @@ WAYS = {
 }
 
 
-def train(rank: int, world: int, file: str, argv: list[str], out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+def train(rank: int, world: int, argv: list[str]) -> dict[str, float]:
     args = flags.parse("", argv)
     args.checkpoint = None
     compress = args.codec != "none"
@@ -55,26 +51,13 @@ def train(rank: int, world: int, file: str, argv: list[str], out: str) -> None:
         trainer.advance(args.steps, progress)
     trainer.evaluate()
     trainer.read_stats()
-    if rank == 0:
-        run = trainer.run
-        ratio = 1.0
-        if trainer.state is not None:
-            nodes = world // args.shards  # between which the codec is
-            ring = 2 * (nodes - 1) / nodes * 4 * run.elements / args.shards
-            ratio = ring * args.steps / trainer.state.stats()["wire_bytes"]
-        found = {"loss": run.curve[-1][2], "ratio": ratio, "elements": run.elements}
-        Path(out).write_text(json.dumps(found))
+    run, ratio = trainer.run, 1.0
+    if trainer.state is not None:
+        nodes = world // args.shards  # between which the codec is
+        ring = 2 * (nodes - 1) / nodes * 4 * run.elements / args.shards
+        ratio = ring * args.steps / trainer.state.stats()["wire_bytes"]
     trainer.close()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(world: int, argv: list[str]) -> dict[str, float]:
-    with tempfile.TemporaryDirectory(prefix="adamw-") as folder:
-        out = Path(folder) / "out.json"
-        mp.start_processes(train, (world, f"{folder}/store", argv, str(out)), nprocs=world)
-        found: dict[str, float] = json.loads(out.read_text())
-    return found
+    return {"loss": run.curve[-1][2], "ratio": ratio, "elements": run.elements}
 
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -130,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
                 *shlex.split(args.common),
                 *shlex.split(way),
             ]
-            one = measure(args.world, given)
+            one = spawned(train, args.world, given)
             of["loss"][seed], of["ratio"], of["elements"] = one["loss"], one["ratio"], one["elements"]
             print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)
             record["machine"] = machine()

@@ -83,7 +83,6 @@ def main(argv: list[str] | None = None) -> int:
         for rate in args.rates.split(","):
             with Lab.build(args.hosts, parse_rate(rate)) as lab:
                 lines += lab.introduce()
-                print(*lines[-2:], sep="\n", flush=True)
                 result = measure(lab, args.task, list(named), args.blocks, args.steps, 8, 1200)
             found += table(rate, result, named)
             lines.append(search(rate, result))

@@ -88,7 +88,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with Lab.build(args.hosts, parse_rate(args.rate)) as lab:
             lines = lab.introduce()
-            print(*lines, sep="\n", flush=True)
             result = measure(
                 lab, args.task, hooks, args.blocks, args.steps, 8, 1200, ranks_per_host=args.ranks_per_host
             )

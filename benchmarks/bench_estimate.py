@@ -88,15 +88,13 @@ def means(found: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
 
 
 def run(
-    hosts: Lab, folder: str, task: str, ways: list[tuple[str, int]], steps: int, turns: int
+    hosts: Lab, task: str, ways: list[tuple[str, int]], steps: int, turns: int
 ) -> dict[tuple[str, int], float]:
-    out = Path(folder) / "out.json"
     spec = {
         "task": task, "bfloat16": computes_in_bfloat16("cpu"), "seed": 0, "clip": 1.0, "ways": ways,
         "steps": steps, "rounds": 1, "turns": turns,
     }  # fmt: skip
-    hosts.run([sys.executable, "-m", "benchmarks.netlab.outer", json.dumps(spec), str(out)], timeout=1800)
-    return means(json.loads(out.read_text()))
+    return means(hosts.ask("benchmarks.netlab.outer", spec, 1800))
 
 
 def bits_per_second(shown: str) -> float:
@@ -144,12 +142,12 @@ def cell(task: str, world: int, rate: str, steps: int, turns: int, paced: bool) 
         Lab.build(world, parse_rate(rate)) as hosts,
         tempfile.TemporaryDirectory(prefix="estimate-") as folder,
     ):
-        print(*hosts.introduce(), sep="\n", flush=True)
+        hosts.introduce()
         profile = Path(folder) / "link.json"
         bench = [sys.executable, "-m", "sidcomp", "bench", "--seconds", "10", "--codec", "fp16", "--save"]
         hosts.run([*bench, str(profile)], timeout=600)
         link, _ = link_of(str(profile))
-        took = run(hosts, folder, task + ("-paced" if paced else ""), ways, steps, turns)
+        took = run(hosts, task + ("-paced" if paced else ""), ways, steps, turns)
     rows = []
     for way, every, of in WAYS:
         more = () if every == 1 else (INT4, HUNDREDTH)

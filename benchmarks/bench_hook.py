@@ -9,8 +9,6 @@ not divide at all, so its gradients are W times too large.
 """
 
 import argparse
-import gc
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +16,12 @@ from typing import Any
 import sidcomp
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from sidcomp.doors.ddp import register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import RESULTS, command, report, summary
+from benchmarks.ranks import spawned
 
 BUILT_IN = "torch's all-reduce hook"
 
@@ -73,9 +71,7 @@ def block_of_steps(ddp: nn.Module, data: torch.Tensor, steps: int) -> float:
     return (time.perf_counter() - start) * 1e3 / steps
 
 
-def rank_main(rank: int, world: int, store: str, args: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+def timed(rank: int, world: int, args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     data = torch.randn(args.batch, args.width)
     names, states = ["plain DDP", BUILT_IN], []
@@ -101,27 +97,20 @@ def rank_main(rank: int, world: int, store: str, args: argparse.Namespace, resul
         for name, ddp in zip(names, wrapped, strict=True):
             times[name].append(block_of_steps(ddp, data, args.steps))
     again = [s.stats()["allocations"] for s in states]
-    if rank == 0:
-        results["times"] = times
-        stats = [s.stats() for s in states]
-        results["bytes"] = {
-            n: s["sent_bytes"] / s["steps"] for n, s in zip(names[-len(stats) :], stats, strict=True)
-        }
-        results["allocations"] = [b - a for a, b in zip(allocated, again, strict=True)]
+    stats = [s.stats() for s in states]
     for state in states:
         state.close()
-    del ddp, wrapped, states, state
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "times": times,
+        "bytes": {n: s["sent_bytes"] / s["steps"] for n, s in zip(names[-len(stats) :], stats, strict=True)},
+        "allocations": sum(again) - sum(allocated),
+    }
 
 
 def measure(args: argparse.Namespace, world: int) -> tuple[list[dict[str, Any]], int]:
     """The rows of this number of ranks, and the blocks that were allocated after the first steps."""
-    with tempfile.TemporaryDirectory() as room, mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(rank_main, (world, f"{room}/store", args, results), nprocs=world)
-        times, sent, allocations = results["times"], results["bytes"], results["allocations"]
+    found = spawned(timed, world, args)
+    times, sent = found["times"], found["bytes"]
     plain = summary(times["plain DDP"]).median
     rows = [
         {
@@ -133,7 +122,7 @@ def measure(args: argparse.Namespace, world: int) -> tuple[list[dict[str, Any]],
         }
         for name, t in times.items()
     ]
-    return rows, sum(allocations)
+    return rows, found["allocations"]
 
 
 def elements(args: argparse.Namespace) -> int:

@@ -18,18 +18,14 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
 from benchmarks.common import RESULTS, command, loss_row, machine, over, report, summary, write
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.outer import RATES, WAYS, learn
+from benchmarks.ranks import spawned
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from flags import computes_in_bfloat16
@@ -44,25 +40,6 @@ IN_LAB = (
 )  # fmt: skip
 AT_EQUAL_TIME = ("DDP", "DDP, default topk", "DiLoCo", "Outer", "Outer, delay", "LocalError, deadzone")
 Cells = dict[str, dict[str, Any]]  # by label: the way, steps between two exchanges, and the row's length
-
-
-def train(rank: int, world: int, file: str, spec: dict[str, Any], out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    found = learn(spec, rank, world)
-    if rank == 0:
-        Path(out).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(args: argparse.Namespace, spec: dict[str, Any]) -> dict[str, float]:
-    """What `learn` says."""
-    with tempfile.TemporaryDirectory(prefix="outer-") as folder:
-        out = Path(folder) / "out.json"
-        mp.start_processes(train, (args.world, f"{folder}/store", spec, str(out)), nprocs=args.world)
-        found: dict[str, float] = json.loads(out.read_text())
-    return found
 
 
 def in_order(cell: tuple[str, int]) -> tuple[int, int]:
@@ -116,16 +93,9 @@ def lab(args: argparse.Namespace) -> None:
         "task": args.task, "bfloat16": args.bfloat16, "seed": 0, "clip": args.clip, "ways": cells,
         "steps": args.lab_steps, "rounds": args.rounds,
     }  # fmt: skip
-    with (
-        Lab.build(world, parse_rate(args.rate), latency=args.latency) as hosts,
-        tempfile.TemporaryDirectory(prefix="outer-") as folder,
-    ):
+    with Lab.build(world, parse_rate(args.rate), latency=args.latency) as hosts:
         lines = hosts.introduce()
-        print(*lines, sep="\n", flush=True)
-        out = Path(folder) / "out.json"
-        command = [sys.executable, "-m", "benchmarks.netlab.outer", json.dumps(spec), str(out)]
-        hosts.run(command, timeout=1800)
-        found = json.loads(out.read_text())
+        found = hosts.ask("benchmarks.netlab.outer", spec, 1800)
     table = []
     for way in found:
         # A step ends when the last rank has ended it.
@@ -186,7 +156,7 @@ def fill(args: argparse.Namespace, name: str, head: dict[str, Any], cells: Cells
                 continue
             spec = {"task": args.task, "bfloat16": args.bfloat16, "seed": seed, "clip": args.clip}
             spec |= {key: says[key] for key in ("way", "steps", "every")}
-            one = measure(args, spec)
+            one = spawned(learn, args.world, spec)
             of["loss"][str(seed)], of["ratio"] = one["loss"], one["ratio"]
             print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)
             record["machine"] = machine()

@@ -15,7 +15,6 @@ The picture shows steps of ResNet-50: what a rank computes, and what it waits fo
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -24,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from sidcomp import core
 from sidcomp.config.accuracy import FORTIETH, INT4, CodecSpec
 from sidcomp.config.registry import find_codec, find_memory
@@ -39,6 +37,7 @@ from benchmarks.common import RESULTS, command, report, summary
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure as run_hooks
 from benchmarks.netlab.together import share_of
+from benchmarks.ranks import spawned
 
 TASK, TINY, IDLE = "lstm-replay", "digits", "nothing"
 TOPK: CodecSpec = ("topk", {"density": 0.01})
@@ -115,10 +114,9 @@ def messages(way: Way, n: int, world: int, per_host: int) -> float:
     return (one - none) * 1e6
 
 
-def in_node(rank: int, world: int, per_host: int, store: str, nbytes: int, seconds: Any) -> None:
-    """A rank of `node_gbit`: sends to the next rank of its node and gets as much from the one before."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+def in_node(rank: int, world: int, per_host: int, nbytes: int) -> float:
+    """A rank of `node_gbit`: sends to the next rank of its node and gets as much from the one before. The
+    median of all ranks' seconds."""
     first, own = rank - rank % per_host, rank % per_host
     sent, got = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
     times = []
@@ -130,18 +128,15 @@ def in_node(rank: int, world: int, per_host: int, store: str, nbytes: int, secon
             assert work is not None
             work.wait()
         times.append(time.perf_counter() - start)
-    seconds[rank] = median(times[1:])
-    dist.barrier()
-    dist.destroy_process_group()
+    seconds: list[Any] = [None] * world
+    dist.all_gather_object(seconds, median(times[1:]))
+    return median(seconds)
 
 
 def node_gbit(world: int, per_host: int, nbytes: int) -> float:
     """Gbit/s that a rank sends to another one of its node, each way, over the loopback of this machine, while
     all of `world` ranks do: the cores copy what they send."""
-    with tempfile.TemporaryDirectory() as room, mp.Manager() as manager:
-        seconds = manager.dict()
-        mp.spawn(in_node, (world, per_host, f"{room}/store", nbytes, seconds), nprocs=world)
-        return 8e-9 * nbytes / median(seconds.values())
+    return 8e-9 * nbytes / float(spawned(in_node, world, per_host, nbytes))
 
 
 def crossing_messages(way: Way, n: int, world: int, per_host: int) -> tuple[list[int], int, int]:
@@ -201,7 +196,6 @@ def check(
     with Lab.build(hosts, parse_rate(rate)) as lab:
         found = lab.calibrate()
         lines = lab.introduce(found)
-        print(*lines, sep="\n", flush=True)
         tiny = run_hooks(lab, TINY, asked, blocks, 8, 4, 600, ranks_per_host=per_host)
         real = run_hooks(lab, TASK, asked, blocks, 6, 4, 900, ranks_per_host=per_host)
         sizes = tiny["elements"], real["elements"]

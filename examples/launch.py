@@ -38,7 +38,6 @@ def main() -> int:
     try:
         with Lab.build(2, rate) as lab:
             lines = lab.introduce()
-            print(*lines, sep="\n", flush=True)
             lab.run([sys.executable, *train], env={"TRAIN_NETWORK": " ".join(lines)})
     except LabError as e:
         print(f"launch.py: {e}", file=sys.stderr)

@@ -60,7 +60,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with Lab.build(args.hosts, rate, args.loopback) as lab:
             lines = lab.introduce()
-            print(*lines, sep="\n", flush=True)
             turns = (args.blocks, args.steps, args.warmup, args.timeout)
             result = measure(
                 lab, args.task, names, *turns, batch=args.batch, seed=args.seed, trace=args.trace

@@ -27,7 +27,6 @@ def one_cell(hosts: int, rate: str, task: str, hooks: str, turns: Turns) -> Cell
     """Builds the network and measures. hooks: with commas. Raises LabError."""
     with Lab.build(hosts, parse_rate(rate)) as lab:
         network = lab.introduce()
-        print(*network, sep="\n", flush=True)
         result = measure(lab, task, hooks.split(","), *turns)
     return {
         "hosts": hosts,

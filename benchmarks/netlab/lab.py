@@ -318,6 +318,14 @@ class Lab:
         finally:
             self._stop(ranks)
 
+    def ask(self, module: str, spec: object, timeout: float, ranks_per_host: int = 1) -> Any:
+        """What rank 0 answers where `python -m module` is asked `spec`: benchmarks/ranks.py, `answer`."""
+        with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
+            out = Path(folder) / "answer.json"
+            command = [sys.executable, "-m", module, json.dumps(spec), str(out)]
+            self.run(command, timeout, ranks_per_host=ranks_per_host)
+            return json.loads(out.read_text())
+
     def calibrate(self) -> Calibration:
         """Sends from the last host to the first; nothing else may run meanwhile. Takes about two seconds."""
         port = 29400 if self.emulation == "namespaces" else _free_port()
@@ -346,16 +354,18 @@ class Lab:
         return Calibration(rate=self.rate, **found)
 
     def introduce(self, found: Calibration | None = None) -> list[str]:
-        """Lines: what is emulated, why nothing better, what the link carries, what is wrong. found: a
-        calibration; None: it calibrates."""
+        """Prints lines: what is emulated, why nothing better, what the link carries, what is wrong. Returns
+        them. found: a calibration; None: it calibrates."""
         found = found or self.calibrate()
         fault = found.fault()
-        return [
+        lines = [
             f"Network: {self}.",
             *(f"Nothing better: {reason}." for reason in self.reasons),
             f"Calibration: {found}.",
             *([f"The calibration is off: {fault}. Times below do not mean this rate."] if fault else []),
         ]
+        print(*lines, sep="\n", flush=True)
+        return lines
 
     # ---- the end
 

@@ -1,9 +1,6 @@
 """Runs the hooks on a lab's hosts, and turns what was measured into a table."""
 
-import json
 import statistics
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +29,7 @@ def measure(
         "task": task, "hooks": hooks, "blocks": blocks, "steps": steps, "warmup": warmup,
         "batch": batch, "seed": seed, "trace": str(trace.absolute()) if trace is not None else None,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
-        out = Path(folder) / "result.json"
-        lab.run(
-            [sys.executable, "-m", "benchmarks.netlab.rank", json.dumps(spec), str(out)],
-            timeout,
-            ranks_per_host=ranks_per_host,
-        )
-        result: Result = json.loads(out.read_text())
+    result: Result = lab.ask("benchmarks.netlab.rank", spec, timeout, ranks_per_host)
     return result
 
 

@@ -5,16 +5,11 @@ python -m benchmarks.netlab.outer '{"task": "lm", "bfloat16": true, "ways": [["O
 """
 
 import contextlib
-import datetime
 import gc
-import json
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,6 +22,7 @@ from sidcomp.local.steps import Updates
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.netlab.rank import task_of, transmitted
+from benchmarks.ranks import answer
 
 WARM = 3
 RATES = {"lm": 0.004, "gpt": 0.003, "gpt-paced": 0.003}
@@ -167,7 +163,7 @@ class Run:
             self.state.close()
 
 
-def learn(spec: dict[str, Any], rank: int, world: int) -> dict[str, float]:
+def learn(rank: int, world: int, spec: dict[str, Any]) -> dict[str, float]:
     """Trains one way, for whole rounds: its loss, and how many times fewer bytes than an all-reduce it has
     sent."""
     run = Run(spec, spec["way"], spec["every"], rank, world)
@@ -196,10 +192,10 @@ def warm(run: Run, every: int) -> None:
         run.timed(every - WARM + run.updates.delay)
 
 
-def compare(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
+def compare(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Every way: the ends of its steps on all ranks, and the bytes that this host sent. turns: so often the
     ways alternate, and all of them are alive meanwhile; with one turn each ends before the next begins."""
-    turns = spec.get("turns", 1)
+    rank, world, turns = dist.get_rank(), dist.get_world_size(), spec.get("turns", 1)
     out = []
     alive: list[Run | None] = []
     for turn in range(turns):
@@ -231,18 +227,5 @@ def compare(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]
     return out
 
 
-def main() -> None:
-    spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
-    found = compare(spec, rank, world)
-    if rank == 0:
-        out.write_text(json.dumps(found))
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    answer(compare, timeout=300)

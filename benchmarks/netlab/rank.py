@@ -3,9 +3,6 @@
 python -m benchmarks.netlab.rank '{"task": "lm", "hooks": ["dense"], ...}' result.json
 """
 
-import datetime
-import gc
-import json
 import os
 import sys
 import time
@@ -23,6 +20,7 @@ from torch import nn
 
 from benchmarks.netlab import hooks
 from benchmarks.netlab.replay import REPLAYS
+from benchmarks.ranks import answer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -237,10 +235,7 @@ def _agreed(value: bool) -> bool:
     return all(_gather(value))
 
 
-def main() -> None:
-    spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+def train(spec: dict[str, Any]) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     task = task_of(spec["task"], rank, world, spec["batch"])
     runs = []
@@ -258,18 +253,12 @@ def main() -> None:
             run.turn(spec["steps"])
     profiled = [run for run in reversed(runs) if run.hook is not None and run.hook.planned]  # auto first
     results = [run.result(profiled, spec["trace"]) for run in runs]
-    if rank == 0:
-        tensors = [p.numel() for p in runs[0].module.parameters()]
-        record = {**spec, "world": world, "elements": sum(tensors), "tensors": len(tensors), "runs": results}
-        out.write_text(json.dumps(record))
+    tensors = [p.numel() for p in runs[0].module.parameters()]
     for run in runs:
         if run.attached is not None:
             run.attached.close()
-    del run, runs, profiled
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
+    return {**spec, "world": world, "elements": sum(tensors), "tensors": len(tensors), "runs": results}
 
 
 if __name__ == "__main__":
-    main()
+    answer(train)

@@ -7,18 +7,15 @@ exchanges in messages do. A time is that of the slowest rank. TCP divides a link
 so messages of the same size end one after the other, and the last ones do not fill the link.
 """
 
-import datetime
-import json
-import sys
-import tempfile
 import time
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.netlab.lab import Lab
+from benchmarks.ranks import answer
 
 SMALL = 32  # bytes of a message that says what a round takes beside its bytes
 
@@ -29,11 +26,7 @@ def share_of(
     """The share of `goodput`, in bits per second, that a host's link carries with messages of each size. What
     a round of small messages takes does not count. crossing: messages that a host sends to other hosts."""
     spec = {"offsets": offsets, "sizes": [SMALL, *sizes], "repeats": 7}
-    with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.netlab.together", json.dumps(spec), str(out)]
-        lab.run(command, 120, ranks_per_host=ranks_per_host)
-        bare, *seconds = json.loads(out.read_text())
+    bare, *seconds = lab.ask("benchmarks.netlab.together", spec, 120, ranks_per_host)
     ideal = [8 * size * crossing / goodput for size in sizes]
     return {
         size: min(1.0, best / max(took - bare, best))
@@ -58,19 +51,14 @@ def exchange(offsets: list[int], size: int, tag: int) -> float:
     return float(times[1] + times[0]) if world > 1 else 0.0
 
 
-def main() -> None:
-    spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+def of_sizes(spec: dict[str, Any]) -> list[float]:
+    """Seconds of each size: the median of the repeats, after one more."""
     found = []
     for size in spec["sizes"]:
         times = [exchange(spec["offsets"], size, tag) for tag in range(1, spec["repeats"] + 2)]
         found.append(median(times[1:]))
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    answer(of_sizes)

@@ -12,13 +12,10 @@ for a core.
 """
 
 import argparse
-import datetime
 import itertools
-import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +30,7 @@ from benchmarks.bench_codec import block
 from benchmarks.common import RESULTS, report
 from benchmarks.models import MODELS
 from benchmarks.netlab.lab import Lab, parse_rate
+from benchmarks.ranks import answer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from tasks import TASKS
@@ -108,10 +106,12 @@ def each(groups: list[Group], what: Callable[[Group], None]) -> Callable[[], Non
     return run
 
 
-def phases_on_this_rank(model: str, repeats: int) -> list[dict[str, Any]]:
-    rows = []
+def phases(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    rows, repeats = [], spec["repeats"]
     for form, more in FORMS.items():
-        masked, plain = ([Group(n, memory, more) for n in sizes_of(model)] for memory in ("dgc", "none"))
+        masked, plain = (
+            [Group(n, memory, more) for n in sizes_of(spec["model"])] for memory in ("dgc", "none")
+        )
         for _ in range(12):
             for group in (*masked, *plain):
                 group.encode()
@@ -128,34 +128,21 @@ def phases_on_this_rank(model: str, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def on_rank(out: str, model: str, repeats: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    rows = phases_on_this_rank(model, repeats)
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def measured(model: str, hosts: int, rate: str, repeats: int) -> list[dict[str, Any]]:
-    with Lab.build(hosts, parse_rate(rate)) as lab, tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "benchmarks.papers.redsync_phases", "--out", str(out)]
-        lab.run([*command, "--models", model, "--repeats", str(repeats)], 600)
-        found = json.loads(out.read_text())
+    with Lab.build(hosts, parse_rate(rate)) as lab:
+        found = lab.ask("benchmarks.papers.redsync_phases", {"model": model, "repeats": repeats}, 600)
     rows = []
     for row in found:
-        phases = {
+        parts = {
             "mask": max(0.0, row["encode"] - row["select"]),
             "select, pack": row["select"],
             "communicate": row["communicate"],
             "unpack": row["unpack"],
         }
-        total = sum(phases.values())
+        total = sum(parts.values())
         line = {"model": model, "ranks": str(hosts), "form": row["form"], "groups": str(row["groups"])}
         line |= {"message KB": f"{row['bytes'] / 1024:.0f}", "ms": f"{total * 1e3:.2f}"}
-        rows.append(line | {f"{name} %": f"{100 * s / total:.0f}" for name, s in phases.items()})
+        rows.append(line | {f"{name} %": f"{100 * s / total:.0f}" for name, s in parts.items()})
     return rows
 
 
@@ -170,11 +157,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--rate", default="1gbit", help="of each host's link (default %(default)s)")
     add("--repeats", type=int, default=15, help="of each phase (default 15)")
     add("--save", action="store_true", help="write benchmarks/results/papers-redsync-phases.json")
-    add("--out", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if "RANK" in os.environ and args.out:
-        on_rank(args.out, args.models, args.repeats)
-        return
     table = []
     for model, hosts in itertools.product(args.models.split(","), map(int, args.hosts.split(","))):
         table += measured(model, hosts, args.rate, args.repeats)
@@ -190,4 +173,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "RANK" in os.environ:  # on a host of the lab
+        answer(phases)
+    else:
+        main()

@@ -100,7 +100,7 @@ def test_it_measures_what_is_missing(
         return {"loss": 1.0 + len(measured), "ratio": 8.0, "elements": 10}
 
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "spawned", measure)
     time(tmp_path)
     assert bench.main([*TINY[bench], "--seeds", "1", "--save"]) == 0
     assert len(measured) == 2
@@ -134,13 +134,13 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
     """What bench_outer measures, with a measurement that only counts, beside saved times of a step."""
     specs: list[dict[str, Any]] = []
 
-    def measure(args: Any, spec: dict[str, Any]) -> dict[str, float]:
+    def measure(call: Any, world: int, spec: dict[str, Any]) -> dict[str, float]:
         specs.append(spec)
         return {"loss": 1.0 + len(specs), "ratio": 8.0}
 
     (tmp_path / "outer-lab-100mbit.json").write_text(json.dumps(TIMES))
     monkeypatch.setattr(bench_outer, "RESULTS", tmp_path)
-    monkeypatch.setattr(bench_outer, "measure", measure)
+    monkeypatch.setattr(bench_outer, "spawned", measure)
     return specs
 
 
