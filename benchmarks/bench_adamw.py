@@ -16,19 +16,13 @@ nothing, and writes the table anew.
 import json
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common import RESULTS, command, loss_row, machine, over, report, write
+from benchmarks.examples import TASKS, flags
 from benchmarks.ranks import spawned
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-import flags
-from report import Progress
-from tasks import TASKS
-from train import Trainer
 
 DENSE = "dense"
 WAYS = {
@@ -42,6 +36,9 @@ WAYS = {
 
 
 def train(rank: int, world: int, argv: list[str]) -> dict[str, float]:
+    from report import Progress  # of examples/, as is train
+    from train import Trainer
+
     args = flags.parse("", argv)
     args.checkpoint = None
     compress = args.codec != "none"

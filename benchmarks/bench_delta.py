@@ -23,7 +23,6 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +30,7 @@ import torch
 from sidcomp import delta
 
 from benchmarks.common import RESULTS, Timing, command, race, report
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from benchmarks.examples import TASKS
 
 Array = Any
 OURS, BOUND = "sidcomp.delta", "bound"
@@ -125,8 +123,6 @@ def flat(model: torch.nn.Module) -> Array:
 
 def trained(before: int, rate: float) -> Iterator[tuple[int, Array, Array]]:
     """Steps between two versions, and both."""
-    from tasks import TASKS
-
     torch.manual_seed(0)
     task = TASKS["gpt"](0, 1, 8, torch.device("cpu"))
     model = task.model()

@@ -32,11 +32,8 @@ from sidcomp.standalone.model_shapes import Model, Parameter
 from sidcomp.standalone.simulation import Compute, Measured, measure_all
 
 from benchmarks.common import RESULTS, command, machine, report
+from benchmarks.examples import TASKS, flags
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from flags import computes_in_bfloat16
-from tasks import TASKS
 
 ALONE = "no communication"
 SURFACE = ("176mbit", "38mbit", "6800kbit", "1480kbit")
@@ -91,7 +88,7 @@ def run(
     hosts: Lab, task: str, ways: list[tuple[str, int]], steps: int, turns: int
 ) -> dict[tuple[str, int], float]:
     spec = {
-        "task": task, "bfloat16": computes_in_bfloat16("cpu"), "seed": 0, "clip": 1.0, "ways": ways,
+        "task": task, "bfloat16": flags.computes_in_bfloat16("cpu"), "seed": 0, "clip": 1.0, "ways": ways,
         "steps": steps, "rounds": 1, "turns": turns,
     }  # fmt: skip
     return means(hosts.ask("benchmarks.netlab.outer", spec, 1800))

@@ -19,17 +19,13 @@ import json
 import math
 import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, command, loss_row, machine, over, report, summary, write
+from benchmarks.examples import TASKS, flags
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.outer import RATES, WAYS, learn
 from benchmarks.ranks import spawned
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from flags import computes_in_bfloat16
-from tasks import TASKS
 
 DDP = "DDP"
 FLOAT32 = ", in float32"  # at the end of a title; else in bfloat16
@@ -233,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--ways {unknown[0]!r}: choose from {', '.join(map(repr, WAYS))}")
     if not args.lab and None in (args.equal_time, args.times):
         parser.error("give --lab, or --equal-time and --times")
-    args.bfloat16 = computes_in_bfloat16("cpu")
+    args.bfloat16 = flags.computes_in_bfloat16("cpu")
     try:
         (lab if args.lab else at_equal_time)(args)
     except (LabError, ValueError) as e:

@@ -18,14 +18,10 @@ from sidcomp.autotune.report import timelines
 from sidcomp.planner.profile import Profile
 from torch import nn
 
+from benchmarks.examples import TASKS, Task, tcp_bytes_sent
 from benchmarks.netlab import hooks
 from benchmarks.netlab.replay import REPLAYS
 from benchmarks.ranks import answer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-from tasks import TASKS, Task
-from wire import tcp_bytes_sent
 
 CEILING = "no communication"
 SETTLE = 400  # steps that a controller gets to find its plan, at most

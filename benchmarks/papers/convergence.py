@@ -14,11 +14,9 @@ import argparse
 import json
 import math
 import shlex
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -35,10 +33,7 @@ from sidcomp.doors.names import roles
 from sidcomp.runtime.block import BODIES, Block
 
 from benchmarks.common import RESULTS, report
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import flags
-from tasks import TASKS
+from benchmarks.examples import TASKS, flags
 
 
 class Result(NamedTuple):

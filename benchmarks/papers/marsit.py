@@ -18,9 +18,7 @@ baselines: Tables 1 and 2: the metric at the end, and that of the paper's baseli
 import argparse
 import itertools
 import shlex
-import sys
 import time
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -31,11 +29,8 @@ from sidcomp.simulation import Link, Loopback, simulate
 from sidcomp.standalone.simulation import Compute
 
 from benchmarks.common import RESULTS, report
+from benchmarks.examples import TASKS, flags
 from benchmarks.papers import convergence
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import flags
-from tasks import TASKS
 
 Array = npt.NDArray[np.float32]
 

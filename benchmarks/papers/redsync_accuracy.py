@@ -10,20 +10,15 @@ for each layer, dense below 128 KB and in the first 25 steps. The ranks are simu
 
 import argparse
 import shlex
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.common import RESULTS, report, side_by_side
+from benchmarks.examples import TASKS, flags
 from benchmarks.papers import convergence
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import flags
-from tasks import TASKS
 
 SYSTEMS = {
     "SGD": "--codec none",

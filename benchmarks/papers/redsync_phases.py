@@ -15,10 +15,8 @@ import argparse
 import itertools
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +26,10 @@ from sidcomp import _core
 
 from benchmarks.bench_codec import block
 from benchmarks.common import RESULTS, report
+from benchmarks.examples import TASKS
 from benchmarks.models import MODELS
 from benchmarks.netlab.lab import Lab, parse_rate
 from benchmarks.ranks import answer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from tasks import TASKS
 
 DENSITY = 0.001
 SMALLEST = 32768  # elements: 128 KB

@@ -7,9 +7,7 @@ the 5th and 95th percentile: 1.00 is the target, and 0.8 to 1.2 SIDCo's toleranc
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +16,7 @@ import torch
 from sidcomp import _core
 
 from benchmarks.common import RESULTS, report, side_by_side
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from tasks import TASKS
+from benchmarks.examples import TASKS
 
 DENSITIES = (0.1, 0.01, 0.001)
 SETTLED = 20  # steps

@@ -8,20 +8,16 @@ paper's models, with elements from a Laplace distribution; the last one is a gra
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, race, report
+from benchmarks.examples import TASKS
 from benchmarks.netlab.replay import record
 from benchmarks.papers.redsync_selection import POOL, WARM, Codec, top_k, turned
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from tasks import TASKS
 
 SIZES = {"ResNet20": 269_722, "VGG16, CIFAR-10": 14_982_987, "ResNet50": 25_559_081}
 CODECS = ("topk", "dgc", "redsync", "gaussiank", "sidco-e", "sidco-gp", "sidco-p")
