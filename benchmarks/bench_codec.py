@@ -5,7 +5,6 @@ The limit of encode is `R += G` over the same memory (it reads the gradient, rea
 is what a hook written with torch's operations does (baselines.py). One thread.
 """
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from sidcomp import _core
 from sidcomp.config.accuracy import FORTIETH
 
 from benchmarks.baselines import BASELINES, Baseline, Job
-from benchmarks.common import RESULTS, Timing, race, ratio, report
+from benchmarks.common import RESULTS, Timing, command, race, ratio, report
 
 RANKS = 8
 MANY = 64  # ranks, whose payloads are 8 in turn
@@ -262,7 +261,7 @@ def save(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_codec", description=__doc__)
+    parser = command("bench_codec", __doc__)
     parser.add_argument(
         "--n", type=int, nargs="+", default=[25_600_000], help="elements (default: ResNet-50's)"
     )

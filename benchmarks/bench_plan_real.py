@@ -6,7 +6,6 @@ One cell is one network and one task, with all hooks in the same processes, in t
 file as they are done, and are not done again: stop it, or give it `--minutes`; called once more, it goes on.
 """
 
-import argparse
 import itertools
 import math
 import statistics
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, report, summary
+from benchmarks.common import RESULTS, command, report, summary
 from benchmarks.netlab import hooks
 from benchmarks.netlab.cells import Cell, Kept, Turns, one_cell
 from benchmarks.netlab.lab import parse_rate
@@ -173,7 +172,7 @@ def said(cells: list[Cell]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_plan_real", description=__doc__)
+    parser = command("bench_plan_real", __doc__)
     add = parser.add_argument
     add("--hosts", default="2,4", help="with commas (default %(default)s)")
     add("--rates", default=RATES, help="with commas (default %(default)s)")

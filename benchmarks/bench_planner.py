@@ -3,7 +3,6 @@
 Times of iterations are those of the model, on assumed constants (models.py).
 """
 
-import argparse
 import random
 import statistics
 import time
@@ -14,7 +13,7 @@ from typing import Any
 from sidcomp.planner import fusion
 
 from benchmarks import models
-from benchmarks.common import RESULTS, report
+from benchmarks.common import RESULTS, command, report
 
 MB = 10**6
 DENSE, CODEC = 0, 1  # the methods of an instance
@@ -143,7 +142,7 @@ def error_table(draws: int) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_planner", description=__doc__)
+    parser = command("bench_planner", __doc__)
     parser.add_argument("--only", choices=("regret", "error"), help="one table of the two")
     parser.add_argument("--draws", type=int, default=5, help="wrong profiles of each instance (default 5)")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/planner-*.json")

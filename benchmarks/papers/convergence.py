@@ -10,7 +10,6 @@ clipping. The ranks are simulated in one process, so that no network and no sche
 rank's gradient comes from its own batches, is encoded for each rank, and decoded as sidcomp's runtime would.
 """
 
-import argparse
 import json
 import math
 import shlex
@@ -32,7 +31,7 @@ from sidcomp.config.settings import Settings
 from sidcomp.doors.names import roles
 from sidcomp.runtime.block import BODIES, Block
 
-from benchmarks.common import RESULTS, report
+from benchmarks.common import RESULTS, command, report
 from benchmarks.examples import TASKS, flags
 
 
@@ -265,11 +264,7 @@ def rows_of(task: str, only: Sequence[str]) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.papers.convergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("papers.convergence", __doc__)
     parser.add_argument("--task", default="digits", choices=sorted(TASKS))
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="simulated ranks (default 2)")
     parser.add_argument("--steps", type=int, help="the task's unless given")

@@ -7,12 +7,11 @@ more seconds than the paper's own took, and then returns the best plan so far. T
 exact here.
 """
 
-import argparse
 from typing import Any
 
 from benchmarks import models
 from benchmarks.bench_planner import CODEC, Problem
-from benchmarks.common import RESULTS, report
+from benchmarks.common import RESULTS, command, report
 
 PAPER = {  # table 1: seconds of Algorithm 1, only pruning 1, only pruning 2, none
     "ResNet50": ("2.8 s", "15 s", "2.2 h", "> 24 h"),
@@ -61,7 +60,7 @@ def searches(instances: dict[str, dict[str, Any]], limit: int) -> list[dict[str,
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers.cupcake", description=__doc__)
+    parser = command("papers.cupcake", __doc__)
     parser.add_argument("--limit", type=int, default=1_000_000_000, help="steps after which a search is cut")
     parser.add_argument(
         "--instances", nargs="*", help="names in benchmarks/models.py; default: one per model"

@@ -15,7 +15,6 @@ baselines: Tables 1 and 2: the metric at the end, and that of the paper's baseli
     ranks.
 """
 
-import argparse
 import itertools
 import shlex
 import time
@@ -28,7 +27,7 @@ import torch
 from sidcomp.simulation import Link, Loopback, simulate
 from sidcomp.standalone.simulation import Compute
 
-from benchmarks.common import RESULTS, report
+from benchmarks.common import RESULTS, command, report
 from benchmarks.examples import TASKS, flags
 from benchmarks.papers import convergence
 
@@ -240,9 +239,7 @@ def baselines(task: str, worlds: list[int], seeds: int, steps: int | None) -> li
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("papers.marsit", __doc__)
     what = ["rate", "layers", "bytes", "k", "baselines"]
     parser.add_argument("--what", nargs="+", default=what, choices=what)
     parser.add_argument("--task", default="digits", choices=sorted(TASKS))

@@ -8,7 +8,6 @@ for each layer, dense below 128 KB and in the first 25 steps. The ranks are simu
     python -m benchmarks.papers.redsync_accuracy --what networks batches --save
 """
 
-import argparse
 import shlex
 from collections.abc import Iterator
 from statistics import mean
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.common import RESULTS, report, side_by_side
+from benchmarks.common import RESULTS, command, report, side_by_side
 from benchmarks.examples import TASKS, flags
 from benchmarks.papers import convergence
 
@@ -87,8 +86,7 @@ def batches(seeds: int) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers.redsync_accuracy", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = command("papers.redsync_accuracy", __doc__)
     what = ["networks", "batches"]
     parser.add_argument("--what", nargs="+", default=what, choices=what)
     parser.add_argument("--seeds", type=int, default=2)

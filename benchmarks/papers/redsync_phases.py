@@ -11,7 +11,6 @@ or of a published model's, and Laplace-distributed elements. The ranks are hosts
 for a core.
 """
 
-import argparse
 import itertools
 import os
 import statistics
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from sidcomp import _core
 
 from benchmarks.bench_codec import block
-from benchmarks.common import RESULTS, report
+from benchmarks.common import RESULTS, command, report
 from benchmarks.examples import TASKS
 from benchmarks.models import MODELS
 from benchmarks.netlab.lab import Lab, parse_rate
@@ -143,10 +142,7 @@ def measured(model: str, hosts: int, rate: str, repeats: int) -> list[dict[str, 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.papers.redsync_phases", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command("papers.redsync_phases", __doc__)
     add = parser.add_argument
     add("--models", default="ResNet50,lstm", help="of benchmarks/models.py or tasks (default %(default)s)")
     add("--hosts", default="2,4,8", help="with commas (default %(default)s)")

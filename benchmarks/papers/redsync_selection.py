@@ -9,7 +9,6 @@ turn; "binary / 5" searches in one step of five. The link's line is what the pap
 parameter's bytes at 3.5 GB/s.
 """
 
-import argparse
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from sidcomp import _core
 
 from benchmarks.bench_codec import block
-from benchmarks.common import RESULTS, race, report
+from benchmarks.common import RESULTS, command, race, report
 
 POOL = 5
 WARM = 5 * POOL
@@ -120,9 +119,7 @@ def run(sizes: list[int], density: float, repeats: int) -> list[dict[str, object
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.papers.redsync_selection", description=__doc__
-    )
+    parser = command("papers.redsync_selection", __doc__)
     parser.add_argument("--kb", type=int, nargs="+", default=[32, 128, 512, 2048, 4096, 16384, 65536])
     parser.add_argument("--density", type=float, default=0.001, help="fraction selected (default 0.1 %%)")
     parser.add_argument("--repeats", type=int, default=25, help="timed runs of each (default 25)")

@@ -6,7 +6,6 @@ cut to the payload's capacity. Figures are means from the 20th step on, when SID
 the 5th and 95th percentile: 1.00 is the target, and 0.8 to 1.2 SIDCo's tolerance.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import sidcomp
 import torch
 from sidcomp import _core
 
-from benchmarks.common import RESULTS, report, side_by_side
+from benchmarks.common import RESULTS, command, report, side_by_side
 from benchmarks.examples import TASKS
 
 DENSITIES = (0.1, 0.01, 0.001)
@@ -83,7 +82,7 @@ def under_one(task: str, density: float, steps: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers.sidco_ratio", description=__doc__)
+    parser = command("papers.sidco_ratio", __doc__)
     parser.add_argument("--steps", type=int, default=70, help="of each run (default 70)")
     parser.add_argument("--tasks", nargs="*", default=["digits", "lm"], help="of examples/tasks.py")
     saved = "write benchmarks/results/papers-sidco-ratio-under.json"

@@ -6,7 +6,6 @@ sidcomp's, whose top-k finds the exact threshold in its pass over the vector. Ve
 paper's models, with elements from a Laplace distribution; the last one is a gradient of the task lstm.
 """
 
-import argparse
 import itertools
 from collections.abc import Callable
 from statistics import median
@@ -14,7 +13,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from benchmarks.common import RESULTS, race, report
+from benchmarks.common import RESULTS, command, race, report
 from benchmarks.examples import TASKS
 from benchmarks.netlab.replay import record
 from benchmarks.papers.redsync_selection import POOL, WARM, Codec, top_k, turned
@@ -57,7 +56,7 @@ def run(sizes: dict[str, int], ratios: list[float], repeats: int) -> list[dict[s
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers.sidco_speed", description=__doc__)
+    parser = command("papers.sidco_speed", __doc__)
     add = parser.add_argument
     add("--repeats", type=int, default=15, help="timed runs of each (default 15)")
     add("--short", action="store_true", help="only the smallest model and lstm")

@@ -8,7 +8,6 @@ stop it, or give it --minutes; called once more, it goes on. A saved table keeps
 not measured again, and says on which machine each place was measured.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from benchmarks.common import RESULTS, machine, report, summary
+from benchmarks.common import RESULTS, command, machine, report, summary
 from benchmarks.netlab.cells import Cell, Kept, Turns, one_cell
 from benchmarks.netlab.measure import loss_at, medians, sent
 
@@ -369,10 +368,7 @@ def wanted(figure: Figure, short: bool, place: str) -> tuple[Place, ...]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.papers.training", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command("papers.training", __doc__)
     add = parser.add_argument
     add("--only", default="", help="figures, or the papers that their names begin with, with commas")
     add("--short", action="store_true", help="measure only the first place of each figure")
