@@ -11,42 +11,33 @@ replica exchange over the same network, and what they send is not compressed. Wi
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command, report
+from benchmarks.common import RESULTS, command, report
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure, medians, rows
 
-RESULTS = Path(__file__).parent / "results"
 DOORS = {  # the plain one first
-    "DDP": ("dense", "default:bucket", "auto", "pg/default"),
-    "HSDP": (
-        "hsdp/dense",
-        "hsdp/default:bucket",
-        "hsdp/default:pg",
-        "hsdp/auto",
-        "hsdp-pg/default",
-        "hsdp-local/none",
-        "hsdp-local/default",
-    ),
-    "LocalError": ("local/none", "local/default", "local/auto"),
-}
-TITLES = {
-    "dense": "plain",
-    "default:bucket": "register, the default codec",
-    "auto": 'register, "auto"',
-    "pg/default": "the backend, the default codec",
-    "hsdp/dense": "plain",
-    "hsdp/default:bucket": "fsdp.compress, the default codec",
-    "hsdp/default:pg": "fsdp.compress, planned groups",
-    "hsdp/auto": 'fsdp.compress, "auto"',
-    "hsdp-pg/default": "the backend, the default codec",
-    "hsdp-local/none": "LocalError, uncompressed",
-    "hsdp-local/default": "LocalError, the default codec",
-    "local/none": "uncompressed",
-    "local/default": "the default codec",
-    "local/auto": '"auto"',
+    "DDP": {
+        "dense": "plain",
+        "default:bucket": "register, the default codec",
+        "auto": 'register, "auto"',
+        "pg/default": "the backend, the default codec",
+    },
+    "HSDP": {
+        "hsdp/dense": "plain",
+        "hsdp/default:bucket": "fsdp.compress, the default codec",
+        "hsdp/default:pg": "fsdp.compress, planned groups",
+        "hsdp/auto": 'fsdp.compress, "auto"',
+        "hsdp-pg/default": "the backend, the default codec",
+        "hsdp-local/none": "LocalError, uncompressed",
+        "hsdp-local/default": "LocalError, the default codec",
+    },
+    "LocalError": {
+        "local/none": "uncompressed",
+        "local/default": "the default codec",
+        "local/auto": '"auto"',
+    },
 }
 
 
@@ -57,15 +48,16 @@ def table(result: dict[str, Any]) -> list[dict[str, Any]]:
     out = [{"model": "", "door": "no communication", "ms a step": ceiling["ms a step"], "speed / plain": "",
             "bytes sent a step": ceiling["bytes sent a step"]}]  # fmt: skip
     for wrapper, hooks in DOORS.items():
+        plain, *_ = hooks
         out += [
             {
                 "model": wrapper,
-                "door": TITLES[hook],
+                "door": title,
                 "ms a step": found[hook]["ms a step"],
-                "speed / plain": f"{took[hooks[0]] / took[hook]:.2f}",
+                "speed / plain": f"{took[plain] / took[hook]:.2f}",
                 "bytes sent a step": found[hook]["bytes sent a step"],
             }
-            for hook in hooks
+            for hook, title in hooks.items()
         ]
     return out
 
