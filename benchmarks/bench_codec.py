@@ -5,8 +5,8 @@ The limit of encode is `R += G` over the same memory (it reads the gradient, rea
 is what a hook written with torch's operations does (baselines.py). One thread.
 """
 
+import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,31 +112,24 @@ def in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
     return torch.from_numpy(x).to(getattr(torch, dtype)).view(torch.int16).numpy()
 
 
-def run(
-    n: int,
-    repeats: int,
-    densities: list[float],
-    baselines: bool,
-    only: list[str],
-    residuals: list[str],
-    dtype: str = "float32",
-) -> list[dict[str, Any]]:
+def run(n: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    repeats = args.repeats
     rng = np.random.default_rng(0)
     gradients = [rng.laplace(size=n).astype(np.float32) for _ in range(POOL)]
     # a residual that many steps have filled
     start = (20 * np.random.default_rng(1).laplace(size=n)).astype(np.float32)
-    given = [in_dtype(g, dtype) for g in gradients]
+    given = [in_dtype(g, args.dtype) for g in gradients]
     summed, out = np.zeros(n, np.float32), np.zeros_like(given[0])
     # As many elements as have the bytes of the residual, read and written, and of the gradient.
     m = n * (8 + given[0].itemsize) // 12
     rows = []
     for info in _core.codecs():
-        if not any(part in info["name"] for part in only):
+        if not any(part in info["name"] for part in args.only):
             continue
-        for settings in settings_of(info, densities):
+        for settings in settings_of(info, args.density):
             memory = home(info["name"])
-            for residual in residuals if memory == "residual" else ["filled"]:
-                ours = Ours(info["name"], n, settings, given, start, memory, dtype)
+            for residual in args.residual if memory == "residual" else ["filled"]:
+                ours = Ours(info["name"], n, settings, given, start, memory, args.dtype)
                 filled = residual == "filled"
                 for _ in range(WARMUP):
                     ours.encode()
@@ -149,9 +142,9 @@ def run(
                 }
                 baseline = None
                 if (
-                    baselines
+                    not args.no_baseline
                     and filled
-                    and dtype == "float32"
+                    and args.dtype == "float32"
                     and info["name"] in BASELINES
                     and len(settings) < 2
                 ):
@@ -242,9 +235,8 @@ def quieter(tables: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [min(rows, key=lambda r: float(r["encode ms"].split()[0])) for rows in zip(*tables, strict=True)]
 
 
-def save(
-    rows: list[dict[str, Any]], repeats: int, runs: int, dtype: str, name: str, out: Path | None
-) -> None:
+def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    dtype, repeats = args.dtype, args.repeats
     note = (
         f"{dtype}, one thread, Laplace gradients. residual: filled by many steps, or the first {FIRST} steps "
         f"from an empty one, twice; median [quartiles] of {repeats} (first steps: {2 * FIRST}, decode of "
@@ -255,9 +247,10 @@ def save(
         "turn), and over the time of its payload's bytes at the speed of the write. "
         "torch: the same written with torch's operations (benchmarks/baselines.py)."
     )
-    if runs > 1:
-        note += f" Each row from the one of {runs} runs of the table in which its encode took least."
-    report(name, "Encode and decode", rows, note, out)
+    if args.runs > 1:
+        note += f" Each row from the one of {args.runs} runs of the table in which its encode took least."
+    name = args.name or ("codec" if dtype == "float32" else f"codec-{dtype}")
+    report(name, "Encode and decode", rows, note, RESULTS if args.save else None)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -285,26 +278,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--name", help="(default codec, of other types codec-bfloat16 and so on)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    baselines = not args.no_baseline
-    tables = [
-        [
-            row
-            for n in args.n
-            for row in run(
-                n,
-                args.repeats,
-                args.density,
-                baselines,
-                args.only,
-                args.residual,
-                args.dtype,
-            )
-        ]
-        for _ in range(args.runs)
-    ]
-    name = args.name or ("codec" if args.dtype == "float32" else f"codec-{args.dtype}")
-    out = RESULTS if args.save else None
-    save(quieter(tables), args.repeats, args.runs, args.dtype, name, out)
+    show(quieter([[row for n in args.n for row in run(n, args)] for _ in range(args.runs)]), args)
 
 
 if __name__ == "__main__":
