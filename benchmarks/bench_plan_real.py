@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, command, report, summary
+from benchmarks.common import RESULTS, command, report
 from benchmarks.netlab import hooks
 from benchmarks.netlab.cells import Cell, Kept, Turns, one_cell
 from benchmarks.netlab.lab import parse_rate
-from benchmarks.netlab.measure import common_step, loss_at, medians, sent
+from benchmarks.netlab.measure import medians, rows
 
 RATES = "1gbit,none,100mbit,10gbit,500mbit,2gbit"  # those that say most come first
 TASKS = "lm,mlp,cnn"
@@ -103,30 +103,11 @@ def search_cost(plan: dict[str, Any], ms: float) -> float:
 
 def details(cells: list[Cell]) -> list[dict[str, Any]]:
     """One row for each hook of each cell."""
-    out = []
-    for cell in cells:
-        result = cell["result"]
-        took, at = medians(result), common_step(result)
-        ceiling = took[result["runs"][0]["name"]]
-        for run in result["runs"]:
-            ms, predicted = took[run["name"]], run["predicted_ps"]
-            out.append(
-                {
-                    "hosts": str(cell["hosts"]),
-                    "rate": cell["rate"],
-                    "task": cell["task"],
-                    "hook": run["name"],
-                    "ms a step": str(summary(run["ms"])),
-                    "of the ceiling": f"{ceiling / ms:.0%}",
-                    "bytes sent a step": sent(run),
-                    "loss": f"{loss_at(run, at):.4f}",
-                    "after": str(at),
-                    "groups": str(run["groups"] or ""),
-                    "predicted ms": f"{predicted / 1e9:.1f}" if predicted else "",
-                    "error": f"{predicted / 1e9 / ms - 1:+.1%}" if predicted else "",
-                }
-            )
-    return out
+    return [
+        {"hosts": str(cell["hosts"]), "rate": cell["rate"], "task": cell["task"], **row}
+        for cell in cells
+        for row in rows(cell["result"])
+    ]
 
 
 def said(cells: list[Cell]) -> str:

@@ -38,10 +38,6 @@ def loss_at(run: dict[str, Any], step: int) -> float:
     return statistics.fmean(run["losses"][max(0, step - 5) : step])
 
 
-def common_step(result: Result) -> int:
-    return min(len(run["losses"]) for run in result["runs"])
-
-
 def medians(result: Result) -> dict[str, float]:
     """ms a step of each hook."""
     return {run["name"]: statistics.median(run["ms"]) for run in result["runs"]}
@@ -81,7 +77,7 @@ def rows(result: Result) -> list[dict[str, Any]]:
     """One row for each hook; the first is the ceiling."""
     runs, took = result["runs"], medians(result)
     ceiling, plain = took[runs[0]["name"]], took.get("dense")
-    at = common_step(result)
+    at = min(len(run["losses"]) for run in runs)
     out = []
     for run in runs:
         ms, predicted = took[run["name"]], run["predicted_ps"]
@@ -92,9 +88,11 @@ def rows(result: Result) -> list[dict[str, Any]]:
                 "of the ceiling": f"{ceiling / ms:.0%}",
                 "speed / plain DDP": f"{plain / ms:.2f}" if plain else "",
                 "bytes sent a step": sent(run),
-                f"loss at {at}": f"{loss_at(run, at):.4f}",
+                "loss": f"{loss_at(run, at):.4f}",
+                "after": str(at),
+                "groups": str(run["groups"] or ""),
                 "error of one mean": f"{run['error']:.1e}" if run["error"] is not None else "",
-                "predicted ms": f"{predicted / 1e9:.2f}" if predicted else "",
+                "predicted ms": f"{predicted / 1e9:.1f}" if predicted else "",
                 "error": f"{predicted / 1e9 / ms - 1:+.1%}" if predicted else "",
             }
         )

@@ -348,6 +348,7 @@ def cell(rate: str, milliseconds: dict[str, float]) -> dict[str, Any]:
             "bytes": [1000.0, 2000.0],
             "losses": [2.0, 1.0],
             "groups": 3 if name == "auto" else None,
+            "error": None,
             "predicted_ps": int(1.1e9 * ms) if name == "auto" else None,
             "plan": {"finding_seconds": 4.0, "finding_steps": 40} if name == "auto" else None,
         }
