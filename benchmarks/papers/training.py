@@ -295,10 +295,7 @@ PICTURED = ("mergecomp-scaling", "redsync-scaling")  # and the losses over time:
 
 def plot(key: str, figure: Figure, rows: list[Row], out: Path) -> None:
     """Scaling factors as bars: of each hook, or of each codec's variants; one picture for each place."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure as Picture
 
     places = of_places(rows)
     first = next(iter(places.values()))
@@ -308,8 +305,8 @@ def plot(key: str, figure: Figure, rows: list[Row], out: Path) -> None:
         ["scaling factor"] if names == "hook" else [c for c in first[0] if c not in fixed and " / " not in c]
     )
     width = 2 + 0.16 * len(first) * (len(series) + 1)
-    fig, axes = plt.subplots(len(places), 1, figsize=(max(7, width), 3.4 * len(places)), layout="constrained",
-                             squeeze=False)  # fmt: skip
+    fig = Picture(figsize=(max(7, width), 3.4 * len(places)), layout="constrained")
+    axes = fig.subplots(len(places), 1, squeeze=False)
     for ax, (place, some) in zip(axes[:, 0], places.items(), strict=True):
         ax.set_title(str(place))
         if names == "hook":
@@ -326,19 +323,16 @@ def plot(key: str, figure: Figure, rows: list[Row], out: Path) -> None:
     if names == "codec":
         axes[0, 0].legend(fontsize=6, ncols=4)
     fig.suptitle(f"{figure.paper} in small" + ("; dashed: plain DDP" if names == "hook" else ""))
-    save(fig, key, out)
+    out.mkdir(parents=True, exist_ok=True)
+    fig.savefig(out / f"papers-{key}.png", dpi=80)
 
 
 def plot_losses(key: str, figure: Figure, cells: list[Cell], out: Path) -> None:
     """Losses over time and over the bytes that a rank has sent; a row of pictures for each place."""
-    import matplotlib
+    from matplotlib.figure import Figure as Picture
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(
-        len(cells), 2, figsize=(13, 3.6 * len(cells)), layout="constrained", squeeze=False
-    )
+    fig = Picture(figsize=(13, 3.6 * len(cells)), layout="constrained")
+    axes = fig.subplots(len(cells), 2, squeeze=False)
     for (over_time, over_bytes), cell in zip(axes, cells, strict=True):
         took = milliseconds(cell)
         over_time.set_title(f"{cell['task']}, {cell['hosts']} ranks, {cell['rate']}")
@@ -352,15 +346,8 @@ def plot_losses(key: str, figure: Figure, cells: list[Cell], out: Path) -> None:
         over_bytes.set(xlabel="MB that a rank has sent", xscale="log")
         over_time.legend(fontsize=7)
     fig.suptitle(f"{figure.paper} in small")
-    save(fig, key, out)
-
-
-def save(fig: Any, key: str, out: Path) -> None:
-    import matplotlib.pyplot as plt
-
     out.mkdir(parents=True, exist_ok=True)
     fig.savefig(out / f"papers-{key}.png", dpi=80)
-    plt.close(fig)
 
 
 def wanted(figure: Figure, short: bool, place: str) -> tuple[Place, ...]:
