@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -163,7 +163,7 @@ def in_ring(way: Way) -> bool:
 
 
 def shares(
-    lab: Lab, goodput: float, ways: list[Way], sizes: Iterable[int], world: int, per_host: int
+    lab: Lab, goodput: float, ways: Sequence[Way], sizes: Iterable[int], world: int, per_host: int
 ) -> dict[tuple[str, int], float]:
     """The share of the link that each way gets for a gradient of each size."""
     asked = {
@@ -185,11 +185,9 @@ def at_share(link: Link, way: Way, share: float) -> Link:
     return replace(link, gbit=link.gbit * share) if in_ring(way) else replace(link, together=share)
 
 
-def check(
-    rate: str, hosts: int, per_host: int, blocks: int, exchange: str | None = None
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """One network: a row for each codec and exchange, or of one exchange."""
-    world, ways = hosts * per_host, [way for way in CHECKED[per_host] if exchange in (None, way[1])]
+def check(rate: str, hosts: int, per_host: int, blocks: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """One network: a row for each codec and exchange."""
+    world, ways = hosts * per_host, CHECKED[per_host]
     share = max(1.0, world / (os.cpu_count() or 1))
     names = {hook(way, per_host): way for way in ways}
     asked = [IDLE, *names]
@@ -334,13 +332,6 @@ def _called(network: tuple[str, int, int]) -> str:
     return f"{hosts} x {per_host}, {rate}"
 
 
-def _saved(name: str) -> dict[str, Any]:
-    """The networks of a saved table."""
-    path = RESULTS / f"{name}.json"
-    found: dict[str, Any] = json.loads(path.read_text()).get("networks", {}) if path.exists() else {}
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = command("bench_ranks", __doc__)
     add = parser.add_argument
@@ -352,23 +343,18 @@ def main(argv: list[str] | None = None) -> int:
         choices=range(len(NETWORKS) + 1),
         help="only one of the three networks, beside what the saved table has of the others",
     )
-    add(
-        "--exchange",
-        choices=sorted({w[1] for ways in CHECKED.values() for w in ways}),
-        help="only this one, in a table of its own",
-    )
     add("--blocks", type=int, default=3, help="turns of each way in the check (default 3)")
     add("--save", action="store_true", help="write benchmarks/results/many-ranks*.json and a picture")
     args = parser.parse_args(argv)
     if args.picture:
         picture(args.save)
         return 0
-    name = f"{CHECK}-{args.exchange}" if args.exchange else CHECK
-    known = _saved(name) if args.network else {}
+    file = RESULTS / f"{CHECK}.json"
+    known = json.loads(file.read_text()).get("networks", {}) if args.network and file.exists() else {}
     try:
         for i, network in enumerate(NETWORKS, 1):
             if args.network in (0, i):
-                rows, lines = check(*network, args.blocks, args.exchange)
+                rows, lines = check(*network, args.blocks)
                 known[_called(network)] = {"rows": rows, "lines": lines}
     except LabError as e:
         print(f"bench_ranks: {e}", file=sys.stderr)
@@ -382,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
         f"predictions are within 10 %, the median error is {median(errors):.1f} %.\n" + "\n".join(lines)
     )
     out = RESULTS if args.save else None
-    report(name, "simulate beside eight real ranks", rows, note, out, {"networks": known})
+    report(CHECK, "simulate beside eight real ranks", rows, note, out, {"networks": known})
     return 0
 
 
