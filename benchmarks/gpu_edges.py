@@ -120,31 +120,27 @@ class Gpu:
     backend, width, steps = "nccl", WIDTH, STEPS
 
     def __init__(self, case: str) -> None:
-        import torch
+        import torch  # only in the process of a case
 
-        self.case = case
+        self.case, self.torch = case, torch
         self.random = random.Random(case)
         self.device = self._device()
         torch.use_deterministic_algorithms(True)
         self._cycles = self._cycles_a_ms()
 
     def _device(self) -> Any:
-        import torch
-
-        torch.cuda.set_device(0)
-        return torch.device("cuda", 0)
+        self.torch.cuda.set_device(0)
+        return self.torch.device("cuda", 0)
 
     def _cycles_a_ms(self) -> float:
         """How many cycles of `_sleep` take a millisecond."""
-        import torch
-
         cycles, ms = 20_000_000, 0.0
         for _ in range(3):  # the clock rises during the first
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
-            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            self.torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
             end.record()
-            torch.cuda.synchronize()
+            self.torch.cuda.synchronize()
             ms = begin.elapsed_time(end)
         return cycles / ms
 
@@ -160,41 +156,31 @@ class Gpu:
 
     def stream(self) -> Any:
         """A stream of the program's own."""
-        import torch
-
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return self.torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def current(self) -> Any:
-        import torch
-
-        return torch.cuda.current_stream()
+        return self.torch.cuda.current_stream()
 
     def entered(self, stream: Any) -> AbstractContextManager[object]:
-        import torch
-
-        return torch.cuda.stream(stream)
+        return self.torch.cuda.stream(stream)
 
     def sleep(self, ms: float) -> None:
         """Holds up the current stream."""
-        import torch
-
-        torch.cuda._sleep(int(ms * self._cycles))  # type: ignore[no-untyped-call]
+        self.torch.cuda._sleep(int(ms * self._cycles))  # type: ignore[no-untyped-call]
 
     def overwrite(self) -> None:
         """Takes free memory of many sizes, fills it on the current stream, and frees it again."""
-        import torch
-
         sizes = [512 << i for i in range(14) for _ in range(4)]
-        kept = [torch.empty(size, dtype=torch.uint8, device=self.device).fill_(0xFF) for size in sizes]
+        kept = [
+            self.torch.empty(size, dtype=self.torch.uint8, device=self.device).fill_(0xFF) for size in sizes
+        ]
         del kept
 
     def nap(self, *_: Any) -> None:
         self.sleep(self.random.uniform(0, LONGEST))
 
     def synchronize(self) -> None:
-        import torch
-
-        torch.cuda.synchronize()
+        self.torch.cuda.synchronize()
 
 
 class Emulation(Gpu):
@@ -216,9 +202,7 @@ class Emulation(Gpu):
         super().__init__(case)
 
     def _device(self) -> Any:
-        import torch
-
-        return torch.device("cpu")
+        return self.torch.device("cpu")
 
     def _cycles_a_ms(self) -> float:
         return 0.0
@@ -232,14 +216,13 @@ class Emulation(Gpu):
             yield
             return
         import ordered
-        import torch
         import torch.distributed as dist
         from sidcomp.runtime.communicator import Exchange
 
         # ordered.emulate replaces these for one State.
         places: list[tuple[Any, str]] = [
             (Exchange, "all_gather"), (Exchange, "all_reduce"), (dist, "batch_isend_irecv"),
-            (torch, "frombuffer"),
+            (self.torch, "frombuffer"),
         ]  # fmt: skip
         kept = [getattr(at, name) for at, name in places]
         with ordered.Torch() as self.torchs:
