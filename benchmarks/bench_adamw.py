@@ -101,16 +101,8 @@ def main(argv: list[str] | None = None) -> int:
             of = found.setdefault(label, {"flags": way, "ratio": 1.0, "loss": {}, "metric": task.metric})
             if of["flags"] == way and seed in of["loss"]:
                 continue
-            given = [
-                "--task",
-                args.task,
-                "--no-autocast",
-                "--seed",
-                seed,
-                *shlex.split(args.common),
-                *shlex.split(way),
-            ]
-            one = spawned(train, args.world, given)
+            given = f"--task {args.task} --no-autocast --seed {seed} {args.common} {way}"
+            one = spawned(train, args.world, shlex.split(given))
             of["loss"][seed], of["ratio"], of["elements"] = one["loss"], one["ratio"], one["elements"]
             print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)
             record["machine"] = machine()

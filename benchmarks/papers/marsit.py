@@ -15,6 +15,7 @@ baselines: Tables 1 and 2: the metric at the end, and that of the paper's baseli
     ranks.
 """
 
+import argparse
 import itertools
 import shlex
 import time
@@ -183,20 +184,18 @@ SETTINGS = (
 )
 
 
+def parsed(text: str, task: str, steps: int | None) -> argparse.Namespace:
+    more = "" if steps is None else f" --steps {steps}"
+    return flags.parse("", shlex.split(f"{text} --task {task}{more}"))
+
+
 def periods(
     task: str, worlds: list[int], seeds: int, steps: int | None, settings: str
 ) -> list[dict[str, Any]]:
     rows = []
     for world in worlds:
         for name, k in KS.items():
-            more = [
-                "--task",
-                task,
-                "--full-every",
-                str(k),
-                *([] if steps is None else ["--steps", str(steps)]),
-            ]
-            args = flags.parse("", [*shlex.split(settings), *more])
+            args = parsed(f"{settings} --full-every {k}", task, steps)
             found = [convergence.train(args, world, seed) for seed in range(seeds)]
             bits = 32 * mean(r.share for r in found)
             rows.append(
@@ -225,9 +224,8 @@ BASELINES = {
 
 def baselines(task: str, worlds: list[int], seeds: int, steps: int | None) -> list[dict[str, Any]]:
     rows = []
-    more = ["--task", task, *([] if steps is None else ["--steps", str(steps)])]
     for name, (text, paper) in BASELINES.items():
-        args = flags.parse("", [*shlex.split(text), *more])
+        args = parsed(text, task, steps)
         row: dict[str, Any] = {"way": name}
         for world in worlds:
             found = [convergence.train(args, world, seed) for seed in range(seeds)]
