@@ -10,14 +10,11 @@ import itertools
 import math
 import statistics
 import sys
-import time
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, command, report
 from benchmarks.netlab import hooks
-from benchmarks.netlab.cells import Cell, Kept, Turns, one_cell
+from benchmarks.netlab.cells import Cell, Kept, Turns, add_kept
 from benchmarks.netlab.lab import parse_rate
 from benchmarks.netlab.measure import medians, rows
 
@@ -163,19 +160,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--steps", type=int, default=6, help="steps of a turn, the first not timed (default 6)")
     add("--warmup", type=int, default=6, help="steps before the first turn (default 6)")
     add("--timeout", type=float, default=1200, help="seconds for a cell (default 1200)")
-    add("--minutes", type=float, default=float("inf"), help="start no cell after so many minutes")
-    add("--cells", type=Path, default=Path("build/plan-real.json"), help="kept there (default %(default)s)")
-    add("--again", action="store_true", help="measure cells that are there already")
+    add_kept(parser, "plan-real")
     add("--save", action="store_true", help="write benchmarks/results/NAME{,-hooks}.json")
     add("--name", default="plan-real", help="of the tables (default %(default)s)")
     args = parser.parse_args(argv)
     try:
-        wanted = [
-            (int(hosts), rate, task)
+        wanted = {
+            f"{hosts} hosts, {rate}, {task}": (int(hosts), rate, task)
             for hosts in args.hosts.split(",")
             for rate in args.rates.split(",")
             for task in args.tasks.split(",")
-        ]
+        }
         for rate in args.rates.split(","):
             parse_rate(rate)
         for name in args.hooks.split(","):
@@ -184,21 +179,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(e))
 
     turns = Turns(args.blocks, args.steps, args.warmup, args.timeout)
-    kept = Kept(args.cells)
-    started = time.monotonic()
-    for i, (hosts, rate, task) in enumerate(wanted):
-        key = f"{hosts} hosts, {rate}, {task}"
-        if kept.get(key, args.hooks, turns) and not args.again:
-            continue
-        if time.monotonic() - started > 60 * args.minutes:
-            print(f"out of time: {len(wanted) - i} cells were not looked at; call it again to go on")
-            break
-        kept.measure(
-            key, f"cell {i + 1} of {len(wanted)}", partial(one_cell, hosts, rate, task, args.hooks, turns)
-        )
-
-    found = [kept.get(f"{hosts} hosts, {rate}, {task}", args.hooks, turns) for hosts, rate, task in wanted]
-    cells = [cell for cell in found if cell is not None]
+    kept = Kept(args)
+    kept.fill(wanted, args.hooks, turns)
+    cells = kept.found(wanted, args.hooks, turns)
     if not cells:
         print("nothing was measured", file=sys.stderr)
         return 1

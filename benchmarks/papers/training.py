@@ -10,7 +10,6 @@ not measured again, and says on which machine each place was measured.
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from benchmarks.common import RESULTS, command, machine, report, summary
-from benchmarks.netlab.cells import Cell, Kept, Turns, one_cell
+from benchmarks.netlab.cells import Cell, Kept, Turns, add_kept
 from benchmarks.netlab.measure import loss_at, medians, sent
 
 Row = dict[str, Any]
@@ -360,9 +359,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--only", default="", help="figures, or the papers that their names begin with, with commas")
     add("--short", action="store_true", help="measure only the first place of each figure")
     add("--place", default="", help="only places whose words hold this, such as '4 hosts' or bert")
-    add("--minutes", type=float, default=float("inf"), help="start no cell after so many minutes")
-    add("--cells", type=Path, default=Path("build/papers.json"), help="kept there (default %(default)s)")
-    add("--again", action="store_true", help="measure cells that are there already")
+    add_kept(parser, "papers")
     add("--list", action="store_true", help="say what there is, and stop")
     add("--save", action="store_true", help="write benchmarks/results/papers-FIGURE.json and a picture")
     args = parser.parse_args(argv)
@@ -376,20 +373,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{key}: {figure.paper}. {len(figure.hooks)} hooks; {there}")
         return 0
 
-    kept, started = Kept(args.cells), time.monotonic()
+    kept = Kept(args)
     for key, figure in chosen.items():
-        places, turns, given = wanted(figure, args.short, args.place), figure.turns, ",".join(figure.hooks)
-        for i, place in enumerate(places):
-            name = f"{key}: {place}"
-            if kept.get(name, given, turns) and not args.again:
-                continue
-            if time.monotonic() - started > 60 * args.minutes:
-                print(f"{name}: out of time; call it again to go on")
-                continue
-            kept.measure(name, f"cell {i + 1} of {len(places)}", partial(one_cell, *place, given, turns))
-        kept_cells = [kept.get(f"{key}: {place}", given, turns) for place in figure.places]
-        cells = [cell for cell in kept_cells if cell is not None]
-        if cells:
+        turns, given = figure.turns, ",".join(figure.hooks)
+        kept.fill({f"{key}: {p}": p for p in wanted(figure, args.short, args.place)}, given, turns)
+        if cells := kept.found([f"{key}: {p}" for p in figure.places], given, turns):
             show(key, figure, cells, turns, RESULTS if args.save else None)
     if kept.failed:
         print(f"failed: {'; '.join(kept.failed)}", file=sys.stderr)

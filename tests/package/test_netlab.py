@@ -25,7 +25,7 @@ from sidcomp.standalone.simulation import Compute
 
 from benchmarks import bench_baselines, bench_plan_real, bench_ranks
 from benchmarks.netlab import __main__ as cli
-from benchmarks.netlab import hooks
+from benchmarks.netlab import cells, hooks
 from benchmarks.netlab.lab import Calibration, Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure, rows
 from benchmarks.papers import training
@@ -404,7 +404,7 @@ def test_the_sweep_goes_on_where_it_stopped(
             raise LabError("the power failed")
         return cell(rate, fast if rate == "none" else slow)
 
-    monkeypatch.setattr(bench_plan_real, "one_cell", one_cell)
+    monkeypatch.setattr(cells, "one_cell", one_cell)
     given = "--hosts 2 --tasks lm --rates 1gbit,none --hooks dense,fp16,layer@0,auto --cells"
     given = [*given.split(), str(tmp_path / "build" / "cells.json")]
     assert bench_plan_real.main(given) == 1
