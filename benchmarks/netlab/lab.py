@@ -201,19 +201,8 @@ class Lab:
     def _delay(self, into: list[str]) -> None:
         """The switch that takes the bridge's place. Few kernels have netem, which would do this."""
         program = self._compile("no latency", "delay.c")
-        microseconds = str(round(self.latency * 1e3 / 2))
-        process = subprocess.Popen(
-            [*into, str(program), microseconds, *(f"p{r}" for r in range(self.hosts))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.children.append(process)
-        assert process.stdout is not None and process.stderr is not None
-        if not process.stdout.readline():
-            raise LabError(f"no latency: {_last(process.stderr.read())}")
+        ports = [f"p{r}" for r in range(self.hosts)]
+        self._keep([*into, str(program), str(round(self.latency * 1e3 / 2)), *ports], "no latency")
 
     def _compile(self, without: str, source: str, *flags: str) -> Path:
         """What the C file beside this one becomes, in a folder that goes with the lab. without: what there is
@@ -231,8 +220,13 @@ class Lab:
 
     def _hold(self, command: list[str]) -> int:
         """A new namespace made by `command`; the process that keeps it."""
+        return self._keep([*command, "sh", "-c", "echo; exec cat"], "no network namespaces").pid
+
+    def _keep(self, command: list[str], without: str) -> "subprocess.Popen[str]":
+        """A process that lives until its input is closed, once it has said a line. without: what there is not
+        if it says none."""
         process = subprocess.Popen(
-            [*command, "sh", "-c", "echo; exec cat"],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -242,8 +236,8 @@ class Lab:
         self.children.append(process)
         assert process.stdout is not None and process.stderr is not None
         if not process.stdout.readline():
-            raise LabError(f"no network namespaces: {_last(process.stderr.read())}")
-        return process.pid
+            raise LabError(f"{without}: {_last(process.stderr.read())}")
+        return process
 
     def _pacing(self) -> None:
         if self.rate is None:
