@@ -39,10 +39,11 @@ class Ours:
         n: int,
         settings: dict[str, Any],
         gradients: list[np.ndarray],
-        start: np.ndarray,
-        memory: str = "residual",
+        memory: str,
+        start: np.ndarray | None = None,
         dtype: str = "float32",
     ) -> None:
+        """gradients: POOL of them. start: what the memory holds at first, where it holds anything."""
         self.plan = _core.Plan(codec, memory, n, dtype, settings)
         self.itemsize = gradients[0].itemsize
         # A body that is summed with others has no checksum. A codec that waits for a sum is alone.
@@ -54,7 +55,7 @@ class Ours:
         self.step = 0
         self.passes = 0
         self.first = self.state.copy()  # before anything was kept
-        if self.plan.vectors:
+        if start is not None and self.plan.vectors:
             self.plan.residual_in(self.state.ctypes.data, start.ctypes.data)
 
     def encode(self) -> None:
@@ -129,7 +130,7 @@ def run(n: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         for settings in settings_of(info, args.density):
             memory = home(info["name"])
             for residual in args.residual if memory == "residual" else ["filled"]:
-                ours = Ours(info["name"], n, settings, given, start, memory, args.dtype)
+                ours = Ours(info["name"], n, settings, given, memory, start, args.dtype)
                 filled = residual == "filled"
                 for _ in range(WARMUP):
                     ours.encode()

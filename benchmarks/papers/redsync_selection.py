@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from sidcomp import _core
 
-from benchmarks.bench_codec import block
+from benchmarks.bench_codec import POOL, Ours
 from benchmarks.common import RESULTS, command, race, report
 
-POOL = 5
 WARM = 5 * POOL
 LINK = 3.5e9  # bytes a second, of the paper's example
 
@@ -63,27 +61,19 @@ def turned(vectors: list[Any], by: int) -> list[Any]:
     return vectors[by % len(vectors) :] + vectors[: by % len(vectors)]
 
 
-class Codec:
-    def __init__(
-        self, vectors: list[np.ndarray], density: float, codec: str, fresh: bool, **settings: object
-    ):
-        n = len(vectors[0])
-        self.plan = _core.Plan(codec, "none", n, "float32", {"density": density, **settings})
-        self.state, self.work = block(self.plan.state_bytes), block(self.plan.work_bytes)
-        self.payload, self.fresh = block(self.plan.payload_bytes), fresh
-        places = (self.state.ctypes.data, self.work.ctypes.data, self.payload.ctypes.data)
-        self.buffers = itertools.cycle(
-            [_core.Buffers(_core.Segments([v.ctypes.data], [n]), *places) for v in vectors]
-        )
-        self.step = 0
-        for _ in range(0 if fresh else WARM):
-            self()
+def encoder(
+    vectors: list[np.ndarray], density: float, codec: str, fresh: bool, **settings: object
+) -> Callable[[], object]:
+    """fresh: each call is a first step."""
+    ours = Ours(codec, len(vectors[0]), {"density": density, **settings}, vectors, "none")
 
-    def __call__(self) -> None:
-        if self.fresh:
-            self.state[:] = 0
-        self.plan.encode(next(self.buffers), step=self.step, seed=0, group=0, rank=0, world=1)
-        self.step += 1
+    def first() -> None:
+        ours.state[:] = 0
+        ours.encode()
+
+    for _ in range(0 if fresh else WARM):
+        ours.encode()
+    return first if fresh else ours.encode
 
 
 OURS: dict[str, tuple[str, bool, dict[str, object]]] = {
@@ -111,7 +101,7 @@ def run(sizes: list[int], density: float, repeats: int) -> list[dict[str, object
             of = itertools.cycle([torch.from_numpy(v) for v in turned(vectors, len(runners))])
             runners[name] = lambda select=select, k=k, of=of: select(next(of), k)
         for name, (codec, fresh, settings) in OURS.items():
-            runners[name] = Codec(turned(vectors, len(runners)), density, codec, fresh, **settings)
+            runners[name] = encoder(turned(vectors, len(runners)), density, codec, fresh, **settings)
         times = race(runners, repeats)
         row: dict[str, object] = {"KB": f"{4 * n // 1024:,}", "link": 100 * 4 * n / LINK * 1e3}
         rows.append(row | {name: 100 * times[name].median for name in runners})

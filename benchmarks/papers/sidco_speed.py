@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import RESULTS, command, race, report
 from benchmarks.examples import TASKS
 from benchmarks.netlab.replay import record
-from benchmarks.papers.redsync_selection import POOL, WARM, Codec, top_k, turned
+from benchmarks.papers.redsync_selection import POOL, WARM, encoder, top_k, turned
 
 SIZES = {"ResNet20": 269_722, "VGG16, CIFAR-10": 14_982_987, "ResNet50": 25_559_081}
 CODECS = ("topk", "dgc", "redsync", "gaussiank", "sidco-e", "sidco-gp", "sidco-p")
@@ -44,7 +44,7 @@ def run(sizes: dict[str, int], ratios: list[float], repeats: int) -> list[dict[s
         runners: dict[str, Callable[[], object]] = {
             "torch top-k": lambda k=k, tensors=tensors: top_k(next(tensors), k)
         }
-        runners |= {c: Codec(turned(of, i), ratio, c, fresh=False) for i, c in enumerate(CODECS, 1)}
+        runners |= {c: encoder(turned(of, i), ratio, c, fresh=False) for i, c in enumerate(CODECS, 1)}
         took = race(runners, repeats)
         row = {"vector": name, "elements": f"{n:,}", "ratio": f"{ratio:g}"}
         row["torch top-k, ms"] = str(took["torch top-k"])
