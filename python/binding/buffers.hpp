@@ -50,12 +50,43 @@ struct DeviceBuffers {
           payload(pointer(payload_at)) {}
 };
 
-// Where a device's call is enqueued.
-struct Stream {
-    int device; // may have SID_CUDA_EARLY in it
-    Address handle;
-    void *get() const { return pointer(handle); }
-};
+// What a plan's and an exchange's class have of what is kept from step to step; the functions are the core's of the one or of
+// the other.
+template <class T, class Out, class In, class Change, class Rescale>
+void bind_kept(py::class_<T> &c, Out out, In in, Change unsend, Change forget, Rescale rescale) {
+    using py::arg;
+    c.def(
+        "residual_out",
+        [out](const T &t, Address state, Address to) {
+            const void *const of = t.needed(state);
+            need(pointer(to), t.n * t.vectors() * sizeof(float), "out");
+            check(without_gil([&] { return out(t.get(), of, pointer<float>(to)); }));
+        },
+        arg("state"), arg("out"));
+    c.def(
+        "residual_in",
+        [in](const T &t, Address state, Address values) {
+            void *const of = t.needed(state);
+            need(pointer(values), t.n * t.vectors() * sizeof(float), "values");
+            check(without_gil([&] { return in(t.get(), of, pointer<const float>(values)); }));
+        },
+        arg("state"), arg("values"));
+    for (const auto &[name, change] : {std::pair{"unsend", unsend}, std::pair{"forget", forget}})
+        c.def(
+            name,
+            [change = change](const T &t, Address state) {
+                void *const of = t.needed(state);
+                check(without_gil([&] { return change(t.get(), of); }));
+            },
+            arg("state"));
+    c.def(
+        "rescale",
+        [rescale](const T &t, Address state, float factor) {
+            void *const of = t.needed(state);
+            check(without_gil([&] { return rescale(t.get(), of, factor); }));
+        },
+        arg("state"), arg("factor"));
+}
 
 } // namespace binding
 

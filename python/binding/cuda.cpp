@@ -7,115 +7,37 @@ namespace binding {
 
 namespace {
 
-// ---- plans -------------------------------------------------------------------------------------------------------
-
-uint64_t work_bytes(const Plan &p) {
-    uint64_t bytes = 0;
-    sid_error err{};
-    check(sid_cuda_work(p.get(), &bytes, &err), err);
-    return bytes;
-}
-
-void encode(const Plan &p, const DeviceBuffers &b, const sid_step &step, Address stats, Stream to) {
-    run([&](sid_error *err) {
-        return sid_cuda_encode(p.get(), b.segs, b.n_seg, b.state, b.work, &step, b.payload, pointer(stats), to.device,
-                               to.get(), err);
-    });
-}
-
-void next_reduction(const Plan &p, uint32_t reduction, const DeviceBuffers &b, const sid_step &step, Stream to) {
-    run([&](sid_error *err) {
-        return sid_cuda_next_reduction(p.get(), reduction, b.segs, b.n_seg, b.state, b.work, &step, b.payload,
-                                       to.device, to.get(), err);
-    });
-}
-
-// b: the payload is not used
-void decode(const Plan &p, const Payloads &from, const DeviceBuffers &b, const Expected &at, Address report,
-            Stream to) {
-    run([&](sid_error *err) {
-        return sid_cuda_decode(p.get(), pointer(from.first), from.stride, from.count, from.scale, b.segs, b.n_seg,
-                               b.state, b.work, at.get(), pointer(report), to.device, to.get(), err);
-    });
-}
-
-// b: the segments are not used
-void settle(const Plan &p, const DeviceBuffers &b, Stream to) {
-    run([&](sid_error *err) { return sid_cuda_settle(p.get(), b.state, b.work, b.payload, to.device, to.get(), err); });
-}
-
-void unsend(const Plan &p, Address state, Stream to) {
-    run([&](sid_error *err) { return sid_cuda_unsend(p.get(), pointer(state), to.device, to.get(), err); });
-}
-
-// b: state and payload are not used
-void checksum(const Plan &p, const DeviceBuffers &b, Address report, Address sum, Stream to) {
-    run([&](sid_error *err) {
-        return sid_cuda_checksum(p.get(), b.segs, b.n_seg, b.work, pointer(report), pointer(sum), to.device, to.get(),
-                                 err);
-    });
-}
-
-// ---- exchanges ---------------------------------------------------------------------------------------------------
-
-uint64_t work_bytes(const Exchange &x) {
-    uint64_t bytes = 0;
-    sid_error err{};
-    check(sid_cuda_exchange_work(x.get(), &bytes, &err), err);
-    return bytes;
-}
-
-void advance(const Exchange &x, uint32_t round, const DeviceBuffers &b, const sid_step &step, Address stats,
-             Address report, Stream to) {
-    run([&](sid_error *err) {
-        return sid_cuda_exchange_advance(x.get(), round, b.segs, b.n_seg, b.state, b.work, &step, b.payload,
-                                         pointer(stats), pointer(report), to.device, to.get(), err);
-    });
-}
-
-void meanwhile(const Exchange &x, uint32_t round, const DeviceBuffers &b, const sid_step &step, Address stats,
-               Address report, Stream to) {
-    run([&](sid_error *err) {
-        return sid_cuda_exchange_meanwhile(x.get(), round, b.segs, b.n_seg, b.state, b.work, &step, b.payload,
-                                           pointer(stats), pointer(report), to.device, to.get(), err);
-    });
-}
-
-void settle(const Exchange &x, const DeviceBuffers &b, Stream to) {
-    run([&](sid_error *err) {
-        return sid_cuda_exchange_settle(x.get(), b.state, b.work, b.payload, to.device, to.get(), err);
-    });
-}
-
-void unsend(const Exchange &x, Address state, Stream to) {
-    run([&](sid_error *err) { return sid_cuda_exchange_unsend(x.get(), pointer(state), to.device, to.get(), err); });
-}
-
-void checksum(const Exchange &x, const DeviceBuffers &b, Address report, Address sum, Stream to) {
-    run([&](sid_error *err) {
-        return sid_cuda_exchange_checksum(x.get(), b.segs, b.n_seg, b.work, pointer(report), pointer(sum), to.device,
-                                          to.get(), err);
-    });
-}
-
-// What a plan's and an exchange's class have alike.
-template <class T> void bind_alike(py::class_<T> &c) {
+// What a plan's and an exchange's class have alike; the functions are the core's of the one or of the other.
+template <class T, class Work, class Settle, class Unsend, class Checksum>
+void bind_alike(py::class_<T> &c, Work work, Settle settle, Unsend unsend, Checksum checksum) {
     using py::arg;
-    c.def("cuda_work_bytes", [](const T &t) { return work_bytes(t); });
+    c.def("cuda_work_bytes", [work](const T &t) {
+        uint64_t bytes = 0;
+        sid_error err{};
+        check(work(t.get(), &bytes, &err), err);
+        return bytes;
+    });
     c.def(
-        "cuda_settle",
-        [](const T &t, const DeviceBuffers &buffers, int device, Address stream) {
-            settle(t, buffers, {device, stream});
+        "cuda_settle", // the segments are not used
+        [settle](const T &t, const DeviceBuffers &b, int device, Address stream) {
+            run([&](sid_error *err) {
+                return settle(t.get(), b.state, b.work, b.payload, device, pointer(stream), err);
+            });
         },
         arg("buffers"), py::kw_only(), arg("device"), arg("stream"));
     c.def(
         "cuda_unsend",
-        [](const T &t, Address state, int device, Address stream) { unsend(t, state, {device, stream}); }, arg("state"),
-        py::kw_only(), arg("device"), arg("stream"));
+        [unsend](const T &t, Address state, int device, Address stream) {
+            run([&](sid_error *err) { return unsend(t.get(), pointer(state), device, pointer(stream), err); });
+        },
+        arg("state"), py::kw_only(), arg("device"), arg("stream"));
     c.def(
-        "cuda_checksum",
-        [](const T &t, const DeviceBuffers &buffers, Address report, Address sum, int device, Address stream) {
-            checksum(t, buffers, report, sum, {device, stream});
+        "cuda_checksum", // state and payload are not used
+        [checksum](const T &t, const DeviceBuffers &b, Address report, Address sum, int device, Address stream) {
+            run([&](sid_error *err) {
+                return checksum(t.get(), b.segs, b.n_seg, b.work, pointer(report), pointer(sum), device,
+                                pointer(stream), err);
+            });
         },
         arg("buffers"), py::kw_only(), arg("report"), arg("sum"), arg("device"), arg("stream"));
 }
@@ -162,52 +84,62 @@ void bind_cuda(py::module_ &m) {
     m.def("cuda_devices", devices);
 
     py::class_<Plan> plan(m.attr("Plan"));
-    bind_alike(plan);
+    bind_alike(plan, sid_cuda_work, sid_cuda_settle, sid_cuda_unsend, sid_cuda_checksum);
     plan.def(
         "cuda_encode",
-        [](const Plan &p, const DeviceBuffers &buffers, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank,
+        [](const Plan &p, const DeviceBuffers &b, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank,
            uint32_t world, float carry, int64_t origin, Address stats, int device, Address stream) {
-            encode(p, buffers, {step, seed, group, rank, world, carry, origin}, stats, {device, stream});
+            const sid_step at{step, seed, group, rank, world, carry, origin};
+            run([&](sid_error *err) {
+                return sid_cuda_encode(p.get(), b.segs, b.n_seg, b.state, b.work, &at, b.payload, pointer(stats),
+                                       device, pointer(stream), err);
+            });
         },
         arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"),
         arg("carry") = 1.0f, arg("origin") = 0, arg("stats"), arg("device"), arg("stream"));
     plan.def(
         "cuda_next_reduction",
-        [](const Plan &p, uint32_t reduction, const DeviceBuffers &buffers, uint64_t step, uint64_t seed,
-           uint32_t group, uint32_t rank, uint32_t world, int device, Address stream) {
-            next_reduction(p, reduction, buffers, {step, seed, group, rank, world, 1, 0}, {device, stream});
+        [](const Plan &p, uint32_t reduction, const DeviceBuffers &b, uint64_t step, uint64_t seed, uint32_t group,
+           uint32_t rank, uint32_t world, int device, Address stream) {
+            const sid_step at{step, seed, group, rank, world, 1, 0};
+            run([&](sid_error *err) {
+                return sid_cuda_next_reduction(p.get(), reduction, b.segs, b.n_seg, b.state, b.work, &at, b.payload,
+                                               device, pointer(stream), err);
+            });
         },
         arg("reduction"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"),
         arg("world"), arg("device"), arg("stream"));
     plan.def(
-        "cuda_decode",
-        [](const Plan &p, Address payloads, uint64_t stride, uint32_t count, float scale, const DeviceBuffers &buffers,
+        "cuda_decode", // the buffers' payload is not used
+        [](const Plan &p, Address payloads, uint64_t stride, uint32_t count, float scale, const DeviceBuffers &b,
            int64_t step, uint32_t group, Address report, int device, Address stream) {
-            decode(p, {payloads, stride, count, scale}, buffers, {step, group}, report, {device, stream});
+            const Expected at(step, group);
+            run([&](sid_error *err) {
+                return sid_cuda_decode(p.get(), pointer(payloads), stride, count, scale, b.segs, b.n_seg, b.state,
+                                       b.work, at.get(), pointer(report), device, pointer(stream), err);
+            });
         },
         arg("payloads"), arg("stride"), arg("count"), arg("scale"), arg("buffers"), py::kw_only(), arg("step"),
         arg("group"), arg("report"), arg("device"), arg("stream"));
 
     py::class_<Exchange> exchange(m.attr("Exchange"));
-    bind_alike(exchange);
-    exchange.def(
-        "cuda_advance",
-        [](const Exchange &x, uint32_t round, const DeviceBuffers &buffers, uint64_t step, uint64_t seed,
-           uint32_t group, float carry, int64_t origin, Address stats, Address report, int device, Address stream) {
-            advance(x, round, buffers, {step, seed, group, x.rank, x.world, carry, origin}, stats, report,
-                    {device, stream});
-        },
-        arg("round"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f,
-        arg("origin") = 0, arg("stats"), arg("report"), arg("device"), arg("stream"));
-    exchange.def(
-        "cuda_meanwhile",
-        [](const Exchange &x, uint32_t round, const DeviceBuffers &buffers, uint64_t step, uint64_t seed,
-           uint32_t group, float carry, int64_t origin, Address stats, Address report, int device, Address stream) {
-            meanwhile(x, round, buffers, {step, seed, group, x.rank, x.world, carry, origin}, stats, report,
-                      {device, stream});
-        },
-        arg("round"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f,
-        arg("origin") = 0, arg("stats"), arg("report"), arg("device"), arg("stream"));
+    bind_alike(exchange, sid_cuda_exchange_work, sid_cuda_exchange_settle, sid_cuda_exchange_unsend,
+               sid_cuda_exchange_checksum);
+    for (const auto &[name, call] : {std::pair{"cuda_advance", &sid_cuda_exchange_advance},
+                                     std::pair{"cuda_meanwhile", &sid_cuda_exchange_meanwhile}})
+        exchange.def(
+            name,
+            [call = call](const Exchange &x, uint32_t round, const DeviceBuffers &b, uint64_t step, uint64_t seed,
+                          uint32_t group, float carry, int64_t origin, Address stats, Address report, int device,
+                          Address stream) {
+                const sid_step at{step, seed, group, x.rank, x.world, carry, origin};
+                run([&](sid_error *err) {
+                    return call(x.get(), round, b.segs, b.n_seg, b.state, b.work, &at, b.payload, pointer(stats),
+                                pointer(report), device, pointer(stream), err);
+                });
+            },
+            arg("round"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f,
+            arg("origin") = 0, arg("stats"), arg("report"), arg("device"), arg("stream"));
 
     m.attr("cuda_report_bytes") = sizeof(ReportWords);
     py::class_<Report>(m, "Report", "What a step has reported to host memory that the device writes.")

@@ -76,26 +76,6 @@ void Exchange::abandon(const Buffers &b, const sid_step &step) {
         [&] { return sid_exchange_abandon(get(), b.segs, b.n_seg, room, b.state, b.work, &step, b.payload); }));
 }
 
-// ---- what is kept ------------------------------------------------------------------------------------------------
-
-void Exchange::residual_out(Address state, Address out) const {
-    const void *const of = needed(state);
-    check(without_gil([&] { return sid_exchange_residual_out(get(), of, pointer<float>(out)); }));
-}
-void Exchange::residual_in(Address state, Address values) const {
-    void *const of = needed(state);
-    check(without_gil([&] { return sid_exchange_residual_in(get(), of, pointer<const float>(values)); }));
-}
-void Exchange::unsend(Address state) const { check(sid_exchange_unsend(get(), needed(state))); }
-void Exchange::forget(Address state) const {
-    void *const of = needed(state);
-    check(without_gil([&] { return sid_exchange_forget(get(), of); }));
-}
-void Exchange::rescale(Address state, float factor) const {
-    void *const of = needed(state);
-    check(without_gil([&] { return sid_exchange_rescale(get(), of, factor); }));
-}
-
 // ---- all ranks in this process -----------------------------------------------------------------------------------
 
 namespace {
@@ -138,7 +118,8 @@ py::tuple loopback(const Each<Exchange> &ranks, const Each<Buffers> &buffers, si
 
 void bind_exchange(py::module_ &m) {
     using py::arg;
-    py::class_<Exchange>(m, "Exchange")
+    py::class_<Exchange> exchange(m, "Exchange");
+    exchange
         .def(py::init<const string &, const string &, const string &, int64_t, const string &, uint32_t, uint32_t,
                       const py::dict &, const std::optional<string> &>(),
              arg("exchange"), arg("codec"), arg("memory"), arg("n"), arg("dtype"), arg("rank"), arg("world"),
@@ -158,7 +139,7 @@ void bind_exchange(py::module_ &m) {
         .def_property_readonly("in_node", [](const Exchange &x) { return x.sizes.in_node; })
         .def_property_readonly("ring_passes", [](const Exchange &x) { return x.sizes.ring_passes; })
         .def_property_readonly("rounds", [](const Exchange &x) { return x.sizes.rounds; })
-        .def_property_readonly("vectors", [](const Exchange &x) { return x.sizes.vectors; })
+        .def_property_readonly("vectors", &Exchange::vectors)
         .def_property_readonly("shares", &Exchange::shares)
         .def("messages", &Exchange::messages, arg("round"), arg("receive"))
         .def(
@@ -182,12 +163,9 @@ void bind_exchange(py::module_ &m) {
             [](Exchange &x, const Buffers &buffers, uint64_t step, uint64_t seed, uint32_t group) {
                 x.abandon(buffers, {step, seed, group, x.rank, x.world, 1, 0});
             },
-            arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"))
-        .def("residual_out", &Exchange::residual_out, arg("state"), arg("out"))
-        .def("residual_in", &Exchange::residual_in, arg("state"), arg("values"))
-        .def("unsend", &Exchange::unsend, arg("state"))
-        .def("forget", &Exchange::forget, arg("state"))
-        .def("rescale", &Exchange::rescale, arg("state"), arg("factor"));
+            arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"));
+    bind_kept(exchange, sid_exchange_residual_out, sid_exchange_residual_in, sid_exchange_unsend, sid_exchange_forget,
+              sid_exchange_rescale);
 
     m.def(
         "loopback",

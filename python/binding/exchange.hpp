@@ -21,25 +21,19 @@ class Exchange {
     sid_segment *cut(uint32_t n_seg);
     py::list shares() const;
     std::vector<Message> messages(uint32_t round, bool receive) const;
+    uint32_t vectors() const { return sizes.vectors; }
     bool has_meanwhile() const { return sid_exchange_has_meanwhile(get()) != 0; }
 
     bool advance(uint32_t round, const Buffers &b, const sid_step &step);
     void meanwhile(uint32_t round, const Buffers &b, const sid_step &step);
     void abandon(const Buffers &b, const sid_step &step);
-
-    void residual_out(Address state, Address out) const;
-    void residual_in(Address state, Address values) const;
-    void unsend(Address state) const;
-    void forget(Address state) const;
-    void rescale(Address state, float factor) const;
+    void *needed(Address state) const;
 
     sid_exchange_sizes sizes{};
     uint64_t n = 0;
     uint32_t rank = 0, world = 1;
 
   private:
-    void *needed(Address state) const;
-
     Block memory_;
     std::vector<sid_segment> cut_;
 };

@@ -58,23 +58,10 @@ class Communicator {
             return sid_nccl_all_gather(get(), pointer(in), pointer(out), bytes, pointer(stream), err);
         });
     }
-    void all_reduce(Address in, Address out, uint64_t count, const string &dtype, Address stream) {
+    using Reduction = sid_status (*)(sid_nccl_comm *, const void *, void *, uint64_t, sid_dtype, void *, sid_error *);
+    void reduce(Reduction how, Address in, Address out, uint64_t count, const string &dtype, Address stream) {
         const sid_dtype d = dtype_of(dtype);
-        run([&](sid_error *err) {
-            return sid_nccl_all_reduce(get(), pointer(in), pointer(out), count, d, pointer(stream), err);
-        });
-    }
-    void average(Address in, Address out, uint64_t count, const string &dtype, Address stream) {
-        const sid_dtype d = dtype_of(dtype);
-        run([&](sid_error *err) {
-            return sid_nccl_average(get(), pointer(in), pointer(out), count, d, pointer(stream), err);
-        });
-    }
-    void reduce_scatter(Address in, Address out, uint64_t count, const string &dtype, Address stream) {
-        const sid_dtype d = dtype_of(dtype);
-        run([&](sid_error *err) {
-            return sid_nccl_reduce_scatter(get(), pointer(in), pointer(out), count, d, pointer(stream), err);
-        });
+        run([&](sid_error *err) { return how(get(), pointer(in), pointer(out), count, d, pointer(stream), err); });
     }
     void messages(Address wire, const std::vector<Message> &sends, const std::vector<Message> &receives,
                   Address stream) {
@@ -160,7 +147,8 @@ void bind_nccl(py::module_ &m) {
         .def_property_readonly("version", [](const Nccl &n) { return sid_nccl_version(n.get()); })
         .def("unique_id", &Nccl::unique_id);
 
-    py::class_<Communicator>(m, "Communicator")
+    py::class_<Communicator> communicator(m, "Communicator");
+    communicator
         .def(py::init<const Nccl &, const py::bytes &, uint32_t, uint32_t, int, double, bool>(), arg("nccl"), arg("id"),
              arg("rank"), arg("world"), py::kw_only(), arg("device"), arg("limit"), arg("blocking") = false,
              py::keep_alive<1, 2>())
@@ -169,17 +157,19 @@ void bind_nccl(py::module_ &m) {
         .def_readonly("device", &Communicator::device)
         .def("all_gather", &Communicator::all_gather, arg("mine"), arg("all"), arg("nbytes"), py::kw_only(),
              arg("stream"))
-        .def("all_reduce", &Communicator::all_reduce, arg("mine"), arg("sum"), arg("count"), arg("dtype"),
-             py::kw_only(), arg("stream"))
-        .def("average", &Communicator::average, arg("mine"), arg("mean"), arg("count"), arg("dtype"), py::kw_only(),
-             arg("stream"))
-        .def("reduce_scatter", &Communicator::reduce_scatter, arg("all"), arg("mine"), arg("count"), arg("dtype"),
-             py::kw_only(), arg("stream"))
         .def("messages", &Communicator::messages, arg("wire"), arg("sends"), arg("receives"), py::kw_only(),
              arg("stream"))
         .def("poll", &Communicator::poll)
         .def("leave", &Communicator::leave)
         .def("abort", &Communicator::abort, arg("why"));
+    for (const auto &[name, how, in, out] : {std::make_tuple("all_reduce", sid_nccl_all_reduce, "mine", "sum"),
+                                             std::make_tuple("average", sid_nccl_average, "mine", "mean"),
+                                             std::make_tuple("reduce_scatter", sid_nccl_reduce_scatter, "all", "mine")})
+        communicator.def(
+            name,
+            [how = how](Communicator &c, Address from, Address to, uint64_t count, const string &dtype,
+                        Address stream) { c.reduce(how, from, to, count, dtype, stream); },
+            arg(in), arg(out), arg("count"), arg("dtype"), py::kw_only(), arg("stream"));
 
     py::class_<DeviceGroup>(m, "DeviceGroup")
         .def(py::init([](const Plan &plan, const DeviceBuffers &buffers, Address incoming, Address stats,

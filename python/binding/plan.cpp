@@ -102,32 +102,10 @@ void Plan::check_payload(Address payload, uint64_t bytes, const Expected &at) co
     check(s, err, 0u);
 }
 
-// ---- what is kept ------------------------------------------------------------------------------------------------
-
-void Plan::residual_out(Address state, Address out) const {
-    const void *const of = needed(state);
-    need(pointer(out), residual_bytes(), "out");
-    check(without_gil([&] { return sid_residual_out(get(), of, pointer<float>(out)); }));
-}
-void Plan::residual_in(Address state, Address values) const {
-    void *const of = needed(state);
-    need(pointer(values), residual_bytes(), "values");
-    check(without_gil([&] { return sid_residual_in(get(), of, pointer<const float>(values)); }));
-}
-void Plan::unsend(Address state) const { check(sid_unsend(get(), needed(state))); }
-void Plan::forget(Address state) const {
-    void *const of = needed(state);
-    check(without_gil([&] { return sid_forget(get(), of); }));
-}
-void Plan::rescale(Address state, float factor) const {
-    void *const of = needed(state);
-    check(without_gil([&] { return sid_rescale(get(), of, factor); }));
-}
-
 void bind_plan(py::module_ &m) {
     using py::arg;
-    py::class_<Plan>(m, "Plan")
-        .def(py::init<const string &, const string &, int64_t, const string &, const py::dict &,
+    py::class_<Plan> plan(m, "Plan");
+    plan.def(py::init<const string &, const string &, int64_t, const string &, const py::dict &,
                       const std::optional<string> &, bool, const std::optional<Plan::Shapes> &>(),
              arg("codec"), arg("memory"), arg("n"), arg("dtype"), arg("settings") = py::dict(), arg("isa") = py::none(),
              arg("flush") = false, arg("shapes") = py::none())
@@ -183,12 +161,8 @@ void bind_plan(py::module_ &m) {
             [](const Plan &p, Address payload, uint64_t nbytes, int64_t step, uint32_t group) {
                 p.check_payload(payload, nbytes, {step, group});
             },
-            arg("payload"), arg("nbytes"), py::kw_only(), arg("step") = -1, arg("group") = 0)
-        .def("residual_out", &Plan::residual_out, arg("state"), arg("out"))
-        .def("residual_in", &Plan::residual_in, arg("state"), arg("values"))
-        .def("unsend", &Plan::unsend, arg("state"))
-        .def("forget", &Plan::forget, arg("state"))
-        .def("rescale", &Plan::rescale, arg("state"), arg("factor"));
+            arg("payload"), arg("nbytes"), py::kw_only(), arg("step") = -1, arg("group") = 0);
+    bind_kept(plan, sid_residual_out, sid_residual_in, sid_unsend, sid_forget, sid_rescale);
 }
 
 } // namespace binding

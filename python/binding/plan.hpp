@@ -49,12 +49,7 @@ class Plan {
     bool decode_list(const std::vector<Address> &payloads, float scale, const Buffers &b, const Expected &step) const;
     void learn(Address state, Address payload) const;
     void check_payload(Address payload, uint64_t bytes, const Expected &step) const;
-
-    void residual_out(Address state, Address out) const;
-    void residual_in(Address state, Address values) const;
-    void unsend(Address state) const;
-    void forget(Address state) const;
-    void rescale(Address state, float factor) const;
+    void *needed(Address state) const;
 
     sid_sizes sizes{};
     uint64_t n = 0;
@@ -62,8 +57,6 @@ class Plan {
 
   private:
     void need_all(const Buffers &b) const; // raises if it lacks anything that a step works on
-    void *needed(Address state) const;
-    uint64_t residual_bytes() const { return n * vectors() * sizeof(float); }
 
     Block memory_;
 };
