@@ -78,16 +78,17 @@ BY_ROWS, UNCORRECTED, MEMORY = (
 )
 HUNDREDTH = {
     "updates, 1/100": OURS["updates, 1/100"],
-    "values of 4 bits": Way("auto", {"ratio": 100, "values": "log4"}),
-    "1 bit, every 3": Way("deadzone", {"bits": 1.0, "every": 3, "options": TWICE}),
-    "2 bits, every 6": Way("int2", {"every": 6, "options": TWICE}),
+    "1/100, values of 4 bits": Way("auto", {"ratio": 100, "values": "log4"}),
+    "updates, 1 bit, every 3": Way("deadzone", {"bits": 1.0, "every": 3, "options": TWICE}),
+    "updates, 2 bits, every 6": Way("int2", {"every": 6, "options": TWICE}),
     "updates, int4, every 13": OURS["updates, int4, every 13"],
-    "1/32 in the first 432 steps": Way("auto", {"density": sidcomp.Schedule({0: 0.145, 432: 0.0366})}),
-    "noise correction by rows": Way("auto", {"ratio": 100, "options": BY_ROWS}),
-    "no noise correction": Way("auto", {"ratio": 100, "options": UNCORRECTED}),
-    "error in memory": Way("auto", {"ratio": 100, "options": MEMORY}),
-    "error in memory, decay 0.95": Way("auto", {"ratio": 100, "beta": 0.95, "options": MEMORY}),
+    "1/100, 1/32 in the first 432 steps": Way("auto", {"density": sidcomp.Schedule({0: 0.145, 432: 0.0366})}),
+    "1/100, noise correction by rows": Way("auto", {"ratio": 100, "options": BY_ROWS}),
+    "1/100, no noise correction": Way("auto", {"ratio": 100, "options": UNCORRECTED}),
+    "1/100, error in memory": Way("auto", {"ratio": 100, "options": MEMORY}),
+    "1/100, error in memory, decay 0.95": Way("auto", {"ratio": 100, "beta": 0.95, "options": MEMORY}),
 }
+UPDATES = {**OURS, **HUNDREDTH}
 SPARSE = "SparseLoCo"
 OF_SPARSE = (0.4, 0.65, 1.0)  # outer rates
 TABLES = {
@@ -139,7 +140,7 @@ def sparse(outer: Any, codec: str = "topk", memory: str = "residual", **settings
 
 def way_of(cell: Cell) -> Way:
     name = cell.way.removesuffix(MUON)
-    if ours := {**HUNDREDTH, **OURS}.get(name):
+    if ours := UPDATES.get(name):
         return ours
     if name in ABLATION:
         return sparse(partial(torch.optim.SGD, lr=cell.outer), **ABLATION[name])

@@ -246,8 +246,12 @@ def test_tuning_goes_on_until_the_best_is_not_at_an_edge(
     assert len(trials) == measured, "all was kept"
 
 
+def test_a_way_has_one_meaning() -> None:
+    assert not bench_diloco.UPDATES.keys() & bench_diloco.ABLATION.keys()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["plain DDP", "DiLoCo", "updates, 1/100"])
+@pytest.mark.parametrize("way", ["plain DDP", "DiLoCo", "1/100, error in memory, decay 0.95"])
 def test_a_trial_trains(way: str) -> None:
     ranks, outer = (0 if way == "plain DDP" else 2), (0.7 if way == "DiLoCo" else 0.0)
     text = torch.randint(64, (1 << 17,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
