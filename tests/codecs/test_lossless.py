@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import forged
 import numpy as np
 import pytest
 import reference as ref
@@ -153,18 +152,3 @@ def test_bits_of_an_element(dtype: str, bits: float) -> None:
         plan = _core.Plan("lossless", "none", n, dtype, {"bits": width, "exceptions": share})
         least = n * (bits + width + 8 * share)
         assert least <= plan.payload_bytes * 8 <= least + 8 * 64 * 4
-
-
-def test_forged_payloads() -> None:
-    seen: list[bool] = []
-    for what, plan, payload, sound in forged.exponents():
-        out = Vector(np.zeros(plan.n, np.float32))
-        if sound:
-            Rank(plan).decode([payload], 1.0, out, forged.AT)
-            assert np.isfinite(out.read()).all(), what
-        else:
-            with pytest.raises(_core.CorruptPayloadError):
-                Rank(plan).decode([payload], 1.0, out, forged.AT)
-                pytest.fail(what)
-        seen.append(sound)
-    assert 0 < sum(seen) < len(seen)
