@@ -24,9 +24,7 @@ def share(density: float, length: int) -> int:
 def sent_of(x: Array, **settings: Any) -> tuple[Array, Rank]:
     """What one encode without a memory sends, and the rank."""
     rank = Rank(_core.Plan("topk", "none", len(x), "float32", settings))
-    out = Vector(np.zeros_like(x))
-    rank.decode([rank.encode(Vector(x), Step())], 1.0, out, Step())
-    return out.read(), rank
+    return rank.sent(x), rank
 
 
 @pytest.mark.many
@@ -119,10 +117,7 @@ def test_a_step_of_another_plan_between() -> None:
     other = Rank(whole)
     other.state = rank.state
     other.encode(Vector(x[1]), Step(step=1))
-    payload = rank.encode(Vector(x[2]), Step(step=2))
-    out = Vector(np.zeros(n, np.float32))
-    rank.decode([payload], 1.0, out, Step(step=2))
-    assert (out.read() + rank.residual()[0] == x[2]).all()
+    assert (rank.sent(x[2], Step(step=2)) + rank.residual()[0] == x[2]).all()
 
 
 def test_a_compressor_sends_a_194th() -> None:
@@ -147,9 +142,7 @@ def test_a_density_that_changes() -> None:
         if before is not None:
             rank.state = before.state
         x = elements("laplace", n, "float32", rng)
-        out = Vector(np.zeros(n, np.float32))
-        rank.decode([rank.encode(Vector(x), Step(step=step))], 1.0, out, Step(step=step))
-        acc, sent = kept + x, out.read()
+        acc, sent = kept + x, rank.sent(x, Step(step=step))
         want = np.zeros_like(acc)
         for at in range(0, n, block):
             part = acc[at : at + block]

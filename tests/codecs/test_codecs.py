@@ -583,10 +583,9 @@ def lloyd(magnitude: Array, rounds: int = 200) -> float:
 def two_levels(x: Array, density: float, codec: str = "topk") -> tuple[Array, Array]:
     """What log2 sends of x, in float64: magnitudes, and what stands for them."""
     rank = Rank(_core.Plan(codec, "none", len(x), "float32", {"density": density, "values": "log2"}))
-    vector, out = Vector(x), Vector(np.zeros_like(x))
-    rank.decode([rank.encode(vector, Step())], 1.0, out, Step())
+    stands = rank.sent(x)
     sent = np.argsort(-np.abs(x), kind="stable")[: rank.plan.k]
-    stands = out.read()[sent]
+    stands = stands[sent]
     assert (np.signbit(stands) == np.signbit(x[sent]))[stands != 0].all()
     return np.abs(x[sent]).astype(np.float64), np.abs(stands).astype(np.float64)
 
@@ -999,7 +998,7 @@ def test_forged_sparse_payloads_are_refused(codec: str) -> None:
     index[-1] = n - 1
     body = ref.sparse_body(n, cap, index, np.ones(len(index), np.float32))
     good = ref.with_header(good[:64] + body, False, count=len(index), flags=0, scale=1.0)
-    Rank(plan).decode([good], 1.0, Vector(np.zeros(n, np.float32)), Step(step=3, group=4))
+    Rank(plan).decoded([good], at=Step(step=3, group=4))
     names = []
     for name, bad in forgeries(plan, good):
         names.append(name)
@@ -1017,10 +1016,9 @@ def test_forged_payloads_are_refused(kind: str) -> None:
     bad = 0
     for name, by, payload, sound in FORGED[kind]():
         if sound:
-            vector = Vector(np.zeros(by.plan.n, np.float32))
-            Rank(by.plan).decode([payload], 1.0, vector, forged.AT)
-            assert np.isfinite(vector.read()).all(), name
-            assert_same(vector.read(), by.group.decode([payload], 1.0), name)
+            got = Rank(by.plan).decoded([payload], at=forged.AT)
+            assert np.isfinite(got).all(), name
+            assert_same(got, by.group.decode([payload], 1.0), name)
             continue
         assert payload != by.good, name
         said = refused(by.plan, [by.good, by.good, payload], 2, _core.CorruptPayloadError, forged.AT)
@@ -1058,9 +1056,7 @@ def test_any_body_gives_a_result_or_an_error(codec: str, data: st.DataObject) ->
     if want is None:
         refused(plan, [payload], 0, _core.CorruptPayloadError, Step(step=3, group=4))
     else:
-        vector = Vector(np.full(n, 7, np.float32))
-        Rank(plan).decode([payload], 1.0, vector, Step(step=3, group=4))
-        assert_same(vector.read(), want, "decoded")
+        assert_same(Rank(plan).decoded([payload], at=Step(step=3, group=4)), want, "decoded")
 
 
 # ---- gradients that are not finite ---------------------------------------------------------------

@@ -21,9 +21,7 @@ LARGE = 1 << 20
 def coded(x: Array, bits: float, memory: str = "none", isa: str = "auto") -> tuple[Array, Rank, bytes]:
     rank = Rank(_core.Plan("deadzone", memory, len(x), "float32", {"bits": bits}, isa))
     payload = rank.encode(Vector(x), Step())
-    out = Vector(np.zeros_like(x))
-    rank.decode([payload], 1.0, out)
-    return out.read(), rank, payload
+    return rank.decoded([payload]), rank, payload
 
 
 def drawn(kind: str, n: int, seed: int = 1) -> Array:
@@ -160,10 +158,9 @@ def test_a_ratio_stands_for_bits(ratio: float) -> None:
 def squared_error(codec: str, x: Array, chosen: dict[str, Any]) -> tuple[float, float]:
     """Of its payload: bits an element, and the error in units of the squares of x."""
     rank = Rank(_core.Plan(codec, "none", len(x), "float32", chosen))
-    out = Vector(np.zeros_like(x))
-    rank.decode([rank.encode(Vector(x), Step())], 1.0, out)
     wide = x.astype(np.float64)
-    return rank.plan.payload_bytes * 8 / len(x), float(((out.read() - wide) ** 2).sum() / (wide**2).sum())
+    off = rank.sent(x) - wide
+    return rank.plan.payload_bytes * 8 / len(x), float((off**2).sum() / (wide**2).sum())
 
 
 @pytest.mark.parametrize("kind", ["laplace", "normal", "heavy"])
@@ -215,12 +212,11 @@ def test_levels_are_centroids() -> None:
 def test_nothing_is_lost(kind: str, bits: float) -> None:
     n = 70_000
     rank = Rank(_core.Plan("deadzone", "residual", n, "float32", {"bits": bits}))
-    out, given, got = Vector(np.zeros(n, np.float32)), np.zeros(n), np.zeros(n)
+    given, got = np.zeros(n), np.zeros(n)
     for step in range(6):
         x = drawn(kind, n, step)
-        rank.decode([rank.encode(Vector(x), Step(step=step))], 1.0, out)
         given += x
-        got += out.read()
+        got += rank.sent(x, Step(step))
         np.testing.assert_allclose(got + rank.residual()[0], given, atol=1e-5 * max(1, np.abs(given).max()))
 
 
@@ -230,9 +226,8 @@ def test_several_ranks(isa: str) -> None:
     n = 100_000
     plan = _core.Plan("deadzone", "none", n, "float32", {"bits": 0.8}, isa)
     group = reference_group(plan, {"bits": 0.8})
-    rank, out = Rank(plan), Vector(np.zeros(n, np.float32))
+    rank = Rank(plan)
     payloads = [rank.encode(Vector(drawn(KINDS[r], n, r)), Step()) for r in range(len(KINDS))]
     for count in range(1, len(payloads) + 1):
-        rank.decode(payloads[:count], 0.5, out)
-        want = group.decode(payloads[:count], 0.5)
-        assert (out.read().view(np.uint32) == want.view(np.uint32)).all()
+        out, want = rank.decoded(payloads[:count], 0.5), group.decode(payloads[:count], 0.5)
+        assert (out.view(np.uint32) == want.view(np.uint32)).all()

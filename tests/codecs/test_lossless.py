@@ -24,9 +24,7 @@ def coded(x: Array, dtype: str, memory: str = "none", **chosen: Any) -> tuple[Ar
     """What one payload decodes to, the rank, the payload."""
     rank = Rank(_core.Plan("lossless", memory, len(x), dtype, chosen))
     payload = rank.encode(Vector(x), Step())
-    out = Vector(np.zeros_like(x))
-    rank.decode([payload], 1.0, out)
-    return out.read(), rank, payload
+    return rank.decoded([payload]), rank, payload
 
 
 def words(dtype: str, n: int, rng: np.random.Generator) -> Array:
@@ -56,12 +54,10 @@ def test_every_bit_comes_back(n: int, dtype: str, seed: int, isa: str, bits: int
     """Any finite bits, however far their exponents are from one another, if there is room for all."""
     word = words(dtype, n, np.random.default_rng(seed))
     plan = _core.Plan("lossless", "none", n, dtype, {"bits": bits, "exceptions": 1.0}, isa)
-    rank, out = Rank(plan), Vector(as_elements(word.copy(), dtype))
-    payload = rank.encode(Vector(as_elements(word, dtype)), Step())
+    rank = Rank(plan)
+    out = rank.sent(as_elements(word, dtype))
     assert rank.stats.count == rank.stats.found == n
-    out.write(np.zeros_like(as_elements(word, dtype)))
-    rank.decode([payload], 1.0, out)
-    assert (out.read().view(DTYPES[dtype]) == word).all()
+    assert (out.view(DTYPES[dtype]) == word).all()
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -86,13 +82,10 @@ def test_what_has_no_room_stays_and_comes_later(bits: int) -> None:
     n = 5000
     x = (rng.normal(0, 1, n) * 2.0 ** rng.uniform(-60, 0, n)).astype(np.float32)
     rank = Rank(_core.Plan("lossless", "residual", n, "float32", {"bits": bits, "exceptions": 0.0}))
-    out, zero = Vector(np.zeros(n, np.float32)), Vector(np.zeros(n, np.float32))
     got = np.zeros(n, np.float64)
     owed = n
     for step in range(200):
-        payload = rank.encode(Vector(x) if step == 0 else zero, Step(step=step))
-        rank.decode([payload], 1.0, out)
-        sent, kept = out.read(), rank.residual()[0]
+        sent, kept = rank.sent(x if step == 0 else np.zeros_like(x), Step(step)), rank.residual()[0]
         got += sent
         assert (got + kept == x).all() and not (sent != 0)[kept != 0].any()
         left = np.flatnonzero(kept)
@@ -112,18 +105,15 @@ def test_what_the_dtype_does_not_hold_is_kept(dtype: str) -> None:
     """Beside a residual that is finer than the dtype; and saturating at its largest number."""
     rng = np.random.default_rng(4)
     x = ref.from_f32(rng.normal(0, 1, 3000).astype(np.float32), dtype)
-    rank, out = (
-        Rank(_core.Plan("lossless", "residual", 3000, dtype, {"exceptions": 1.0})),
-        Vector(np.zeros_like(x)),
-    )
+    rank = Rank(_core.Plan("lossless", "residual", 3000, dtype, {"exceptions": 1.0}))
     owed = rng.normal(0, 1, 3000).astype(np.float32)
     owed[5] = 3.3e38
     rank.set_residual(owed[None])
-    rank.decode([rank.encode(Vector(x), Step())], 1.0, out)
+    out = rank.sent(x)
     acc = ref.to_f32(x, dtype) + owed
     most = ref.HALF_MAX[dtype]
     want = ref.from_f32(np.clip(acc, -most, most), dtype)
-    assert (out.read().view(np.uint16) == want.view(np.uint16)).all()
+    assert (out.view(np.uint16) == want.view(np.uint16)).all()
     assert (rank.residual()[0] == acc - ref.to_f32(want, dtype)).all()
 
 

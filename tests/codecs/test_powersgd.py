@@ -20,8 +20,9 @@ def exchange(ranks: Sequence[sidcomp.Compressor], gradients: Sequence[Array]) ->
         if i:
             for c, p, g in zip(ranks, payloads, gradients, strict=True):
                 c.next_reduction(i, p, g)
-        parts = [p[offset : offset + 4 * count].view(np.float32) for p in payloads]
-        total = np.sum(parts, axis=0, dtype=np.float32)
+        kind = np.dtype(ranks[0].plan.body_dtype)
+        parts = [p[offset : offset + kind.itemsize * count].view(kind) for p in payloads]
+        total = np.sum(parts, axis=0, dtype=kind)
         for part in parts if len(parts) > 1 else []:  # alone, the checksum knows every bit, that of -0 too
             part[:] = total
     outs = [c.decode(p, scale=1 / len(ranks)) for c, p in zip(ranks, payloads, strict=True)]

@@ -14,11 +14,7 @@ CODECS = ("randk", "randk-own")
 
 def sent(codec: str, x: Array, at: Step, **settings: float | int | str) -> Array:
     """What one rank's payload stands for; the elements of x are not zero."""
-    rank = Rank(_core.Plan(codec, "none", len(x), "float32", settings))
-    payload = rank.encode(Vector(x), at)
-    out = Vector(np.zeros_like(x))
-    rank.decode([payload], 1.0, out, at, state=False)
-    return out.read()
+    return Rank(_core.Plan(codec, "none", len(x), "float32", settings)).sent(x, at)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -37,10 +33,7 @@ def inclusions(codec: str, n: int, density: float, trials: int) -> Array:
     rank = Rank(_core.Plan(codec, "none", n, "float32", {"density": density, "scaling": "off"}))
     out = np.zeros((trials, n), np.float32)
     for step in range(trials):
-        at = Step(step=step, group=step % 5, rank=step % 2, world=2, seed=step % 3)
-        vector = Vector(x)
-        rank.decode([rank.encode(vector, at)], 1.0, vector, at, state=False)
-        out[step] = vector.read()
+        out[step] = rank.sent(x, Step(step, group=step % 5, rank=step % 2, world=2, seed=step % 3))
     return out
 
 

@@ -20,17 +20,11 @@ def laplace(n: int, seed: int) -> Array:
     return np.random.default_rng(seed).laplace(size=n).astype(np.float32)
 
 
-def decoded(rank: Rank, payload: bytes) -> Array:
-    out = Vector(np.zeros(rank.plan.n, np.float32))
-    rank.decode([payload], 1.0, out, state=False)
-    return out.read()
-
-
 def test_trimmed_by_hand() -> None:
     """Mean 3, max 10: thresholds 8.6, 7.2, 5.8, 4.4. Three elements exceed the third, four the fourth."""
     x = np.float32([1, -10, 5, 0, 0, 6, 1, -1, 0, 6])
     rank = rank_of(10, density=0.3)
-    out = decoded(rank, rank.encode(Vector(x), Step()))
+    out = rank.sent(x)
     assert out.tolist() == [0, -10, 0, 0, 0, 6, 0, 0, 0, 6]
     assert (rank.stats.stages, rank.stats.found) == (3, 3)
     rank = rank_of(10, density=0.4)
@@ -46,7 +40,7 @@ def test_search_by_hand() -> None:
     x = np.float32([1, -10, 5, 0, 0, 6, 1, -1, 0, 6])
     rank = rank_of(10, density=0.2, **BINARY)
     payload = rank.encode(Vector(x), Step())
-    assert decoded(rank, payload).tolist() == [0, -10, 5, 0, 0, 6, 0, 0, 0, 6]
+    assert rank.decoded([payload]).tolist() == [0, -10, 5, 0, 0, 6, 0, 0, 0, 6]
     assert (rank.stats.stages, rank.stats.found) == (2, 4)
     assert ref.header(payload)["scale"] == np.nextafter(np.float32(4.75), np.float32(9))
     rank = rank_of(10, density=0.2, epsilon=0.5, **BINARY)  # gives up after one trial
@@ -59,10 +53,10 @@ def test_quantised_by_hand() -> None:
     x = np.float32([1, -10, 5, 0, 0, 6, 1, -1, 0, 7])
     rank = rank_of(10, "residual", density=0.2, **QUANTISED)
     first = rank.encode(Vector(x), Step())
-    assert decoded(rank, first).tolist() == [0, 0, 0, 0, 0, 6.5, 0, 0, 0, 6.5]
+    assert rank.decoded([first]).tolist() == [0, 0, 0, 0, 0, 6.5, 0, 0, 0, 6.5]
     assert rank.residual()[0].tolist() == [1, -10, 5, 0, 0, -0.5, 1, -1, 0, 0.5]
     second = rank.encode(Vector(np.zeros(10, np.float32)), Step(step=1))
-    assert decoded(rank, second).tolist() == [0, -5.5, 0, 0, 0, 0, 0, -5.5, 0, 0]
+    assert rank.decoded([second]).tolist() == [0, -5.5, 0, 0, 0, 0, 0, -5.5, 0, 0]
     assert [ref.header(p)["scale"] for p in (first, second)] == [6.5, -5.5]
     assert rank.residual()[0].tolist() == [1, -4.5, 5, 0, 0, -0.5, 1, 4.5, 0, 0.5]
 
@@ -72,10 +66,10 @@ def test_quantised_as_printed_drops_what_the_mean_leaves() -> None:
     x = np.float32([1, -10, 5, 0, 0, 6, 1, -1, 0, 7])
     rank = rank_of(10, "residual", density=0.2, quantised="printed")
     first = rank.encode(Vector(x), Step())
-    assert decoded(rank, first).tolist() == [0, 0, 0, 0, 0, 6.5, 0, 0, 0, 6.5]
+    assert rank.decoded([first]).tolist() == [0, 0, 0, 0, 0, 6.5, 0, 0, 0, 6.5]
     assert rank.residual()[0].tolist() == [1, -10, 5, 0, 0, 0, 1, -1, 0, 0]
     second = rank.encode(Vector(np.zeros(10, np.float32)), Step(step=1))
-    assert decoded(rank, second).tolist() == [0, -5.5, 0, 0, 0, 0, 0, -5.5, 0, 0]
+    assert rank.decoded([second]).tolist() == [0, -5.5, 0, 0, 0, 0, 0, -5.5, 0, 0]
     assert rank.residual()[0].tolist() == [1, 0, 5, 0, 0, 0, 1, 0, 0, 0]
     none = rank_of(3, "residual", density=1.0, quantised="printed")
     for step in range(2):  # the second looks for negative elements, of which there are none
@@ -130,7 +124,7 @@ def test_a_surge_is_cut_to_the_capacity(n: int) -> None:
     payload = rank.encode(Vector(x), Step(step=1))
     assert rank.stats.found == (np.abs(x) > threshold).sum() > 10 * rank.plan.k
     assert rank.stats.count == 2 * rank.plan.k and ref.header(payload)["flags"] == ref.RAISED
-    assert (np.flatnonzero(decoded(rank, payload)) == ref.largest(x, 2 * rank.plan.k)).all()
+    assert (np.flatnonzero(rank.decoded([payload])) == ref.largest(x, 2 * rank.plan.k)).all()
 
 
 @pytest.mark.parametrize("settings", [{}, BINARY, QUANTISED, {**BINARY, **QUANTISED}])
@@ -142,7 +136,7 @@ def test_equal_magnitudes(x: float, settings: dict[str, str]) -> None:
     total = np.zeros(n)
     for step in range(3):
         payload = rank.encode(Vector(np.full(n, x if step == 0 else 0, np.float32)), Step(step=step))
-        out = decoded(rank, payload)
+        out = rank.decoded([payload])
         assert np.isfinite(out).all() and rank.stats.passes <= 3
         total += out
     assert (total + rank.residual()[0] == np.float32(x)).all()
@@ -153,12 +147,12 @@ def test_a_sign_that_has_too_few() -> None:
     x = -np.abs(laplace(1000, 0))
     x[7], x[70] = 2, 4
     payload = rank.encode(Vector(x), Step())
-    assert np.flatnonzero(decoded(rank, payload)).tolist() == [7, 70]
+    assert np.flatnonzero(rank.decoded([payload])).tolist() == [7, 70]
     assert ref.header(payload)["scale"] == 3 and rank.stats.found == 2
     rank = rank_of(1000, density=0.01, **QUANTISED)
     payload = rank.encode(Vector(-np.ones(1000, np.float32)), Step())
     assert ref.header(payload)["count"] == ref.header(payload)["scale"] == 0
-    assert not decoded(rank, payload).any()
+    assert not rank.decoded([payload]).any()
 
 
 def test_without_values_a_payload_is_a_third() -> None:
@@ -172,7 +166,7 @@ def test_means_that_no_encoder_writes_are_refused(scale: float) -> None:
     good = rank.encode(Vector(laplace(1000, 0)), Step())
     for bad in (ref.with_header(good, False, scale=scale), ref.with_header(good, False, flags=0)):
         with pytest.raises(_core.CorruptPayloadError):
-            rank.decode([bad], 1.0, Vector(np.zeros(1000, np.float32)))
+            rank.decoded([bad])
     empty = ref.with_header(good[:64] + bytes(len(good) - 64), False, count=0, scale=1.0)
     with pytest.raises(_core.CorruptPayloadError):
-        rank.decode([empty], 1.0, Vector(np.zeros(1000, np.float32)))
+        rank.decoded([empty])

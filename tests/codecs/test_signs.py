@@ -24,14 +24,7 @@ def rank_of(codec: str, n: int, memory: str = "none", **settings: Any) -> Rank:
 
 def sent(rank: Rank, x: Array, **at: int) -> Array:
     """What one encode of x decodes to."""
-    payload = rank.encode(Vector(x), Step(**at))
-    return result(rank, [payload])
-
-
-def result(rank: Rank, payloads: list[bytes], scale: float = 1.0) -> Array:
-    out = Vector(np.full(rank.plan.n, 7, np.float32))
-    rank.decode(payloads, scale, out, state=False)
-    return out.read()
+    return rank.sent(x, Step(**at))
 
 
 def vectors(n: int) -> dict[str, Array]:
@@ -90,7 +83,7 @@ def test_every_vote_of_some_ranks(world: int, magnitude: float) -> None:
         total = patterns.sum(axis=1)
         want = np.sign(total) * magnitude if aggregate == "majority" else total * magnitude
         for scale in (1.0, 1 / world, 0.1):
-            got = result(ranks[0], payloads, scale)
+            got = ranks[0].decoded(payloads, scale)
             factor = np.float32(1 if aggregate == "majority" else scale)
             assert np.array_equal(got, want.astype(np.float32) * factor)
 
@@ -102,14 +95,14 @@ def test_many_more_payloads_than_are_read_at_a_time() -> None:
         rank = rank_of(codec, n)
         xs = [rng.normal(0.1, i + 1, n).astype(np.float32) for i in range(world)]
         payloads = [rank_of(codec, n).encode(Vector(x), Step(rank=i, world=world)) for i, x in enumerate(xs)]
-        single = [result(rank, [p]) for p in payloads]
+        single = [rank.decoded([p]) for p in payloads]
         total = np.zeros(n, np.float32)
         for i in range(0, world, 4):
             block = single[i]
             for s in single[i + 1 : i + 4]:
                 block = block + s
             total = total + block
-        assert np.array_equal(result(rank, payloads), np.sign(total) if codec == "signum" else total)
+        assert np.array_equal(rank.decoded(payloads), np.sign(total) if codec == "signum" else total)
 
 
 # ---- EF-signSGD, 1-bit SGD -------------------------------------------------------------------------
@@ -214,7 +207,7 @@ def test_ssdm_draws_other_bits_for_other_ranks_steps_groups_and_seeds() -> None:
     x = np.ones(n, np.float32)
     places = [{"step": 1}, {"group": 1}, {"seed": 1}, {"rank": 1, "world": 2}, {}]
     ranks = [rank_of("ssdm", n) for _ in places]
-    drawn = [result(r, [r.encode(Vector(x), Step(**at))]) < 0 for r, at in zip(ranks, places, strict=True)]
+    drawn = [r.decoded([r.encode(Vector(x), Step(**at))]) < 0 for r, at in zip(ranks, places, strict=True)]
     for a, b in itertools.combinations(drawn, 2):
         assert 0.45 < (a != b).mean() < 0.55
     assert np.array_equal(drawn[-1], sent(rank_of("ssdm", n), x) < 0)
@@ -276,17 +269,17 @@ def test_marsit_gives_what_its_ring_gives(world: int) -> None:
     xs = [Vector(np.where(s, 2.0, -0.5).astype(np.float32)) for s in signs]
     payloads = [ranks["draw"].encode(x, Step(rank=i, world=world, step=3)) for i, x in enumerate(xs)]
 
-    drawn = result(ranks["draw"], payloads, 1 / world)
+    drawn = ranks["draw"].decoded(payloads, 1 / world)
     assert np.array_equal(np.unique(drawn), np.float32([-eta, eta]))
     often = (drawn > 0).reshape(-1, repeats).mean(axis=1)
     assert (np.abs(often - share) <= 4 * error).all()
-    mean = result(ranks["mean"], payloads, 1 / world).reshape(-1, repeats)
+    mean = ranks["mean"].decoded(payloads, 1 / world).reshape(-1, repeats)
     assert np.allclose(mean, (eta * (2 * share - 1))[:, None], rtol=1e-6, atol=1e-9)
     # another step draws otherwise, the same payloads alike, wherever they are read
-    assert np.array_equal(drawn, result(rank_of("marsit", n, eta_s=eta), payloads, 0.7))
+    assert np.array_equal(drawn, rank_of("marsit", n, eta_s=eta).decoded(payloads, 0.7))
     later = [ranks["draw"].encode(x, Step(rank=i, world=world, step=4)) for i, x in enumerate(xs)]
     if world > 1:
-        assert not np.array_equal(drawn, result(ranks["draw"], later))
+        assert not np.array_equal(drawn, ranks["draw"].decoded(later))
 
 
 # ---- hard vectors, bad input -----------------------------------------------------------------------
@@ -323,10 +316,10 @@ def test_forged_payloads_are_refused(codec: str) -> None:
     n = 77
     rank = rank_of(codec, n)
     good = rank.encode(Vector(vectors(n)["normal"]), Step())
-    result(rank, [good])
+    rank.decoded([good])
     scales = [-1.0, math.nan, math.inf, -0.0, ref.header(good)["scale"] * 2]
     if codec in (*FEEDBACK, "ssdm"):
-        result(rank, [ref.with_header(good, False, scale=scales.pop())])  # as good as any
+        rank.decoded([ref.with_header(good, False, scale=scales.pop())])  # as good as any
     bad = [ref.with_header(good, False, scale=s) for s in scales]
     bad += [forged(good, 64 + 9, bytes([good[73] | 1 << 5])), forged(good, 64 + 10, b"\x80")]
     bad += [forged(good, len(good) - 1, b"\1"), ref.with_header(good, False, count=n - 1)]
@@ -334,10 +327,10 @@ def test_forged_payloads_are_refused(codec: str) -> None:
     if codec == "onebit":
         lows = np.float32([1.0, -0.0, np.inf, -np.inf, np.nan])
         bad += [forged(good, 80, low.tobytes()) for low in lows] + [forged(good, 84, b"\1")]
-        result(rank, [forged(good, 80, np.float32(-3).tobytes())])
+        rank.decoded([forged(good, 80, np.float32(-3).tobytes())])
     for payload in bad:
         with pytest.raises(_core.CorruptPayloadError):
-            result(rank, [good, payload])
+            rank.decoded([good, payload])
 
 
 def test_error_feedback_is_asked_for() -> None:

@@ -130,6 +130,19 @@ class Rank:
             vector.check()
             self.check()
 
+    def decoded(
+        self, payloads: Sequence[bytes], scale: float = 1.0, at: Step | None = None, state: bool = False
+    ) -> Array:
+        """What payloads stand for, in memory that held something else."""
+        vector = Vector(np.full(self.plan.n, 7, ref.STORAGE[self.plan.dtype]))
+        self.decode(payloads, scale, vector, at, state)
+        return vector.read()
+
+    def sent(self, x: Array, at: Step | None = None) -> Array:
+        """What a payload of x stands for."""
+        at = at or Step()
+        return self.decoded([self.encode(Vector(x), at)], at=at)
+
     def residual(self) -> Array:
         """float32, vectors x n."""
         out = Block(4 * self.plan.n * max(1, self.plan.vectors), 0x77)
