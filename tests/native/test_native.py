@@ -138,6 +138,16 @@ def same(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> None:
         assert all(torch.equal(p, q) for p, q in zip(x, y, strict=True)), f"step {i}"
 
 
+def same_over_nccl_and_torch(world: int, codec: str, log: Path, *exchange: str) -> tuple[list[str], int]:
+    """The native transport's bits are those of torch's, and of the CPU. The calls that it made, and its
+    groups."""
+    ours = run(trained, world, "native", codec, str(log), *exchange)
+    for other in ("torch", "cpu"):
+        for (a, _), (b, _) in zip(ours, run(trained, world, other, codec, "", *exchange), strict=True):
+            same(a, b)
+    return [line.split()[0] for line in log.read_text().splitlines()], ours[0][1]
+
+
 @emulated
 @pytest.mark.parametrize(
     "codec, world",
@@ -145,15 +155,11 @@ def same(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> None:
 )
 def test_the_same_bits_as_torch_and_as_the_cpu(codec: str, world: int, log: Path) -> None:
     """Linear codecs up to two ranks, of which a sum has one order only."""
-    ours = run(trained, world, "native", codec, str(log))
-    for other in ("torch", "cpu"):
-        for (a, _), (b, _) in zip(ours, run(trained, world, other, codec, ""), strict=True):
-            same(a, b)
-    lines = [line.split()[0] for line in log.read_text().splitlines()]
+    lines, groups = same_over_nccl_and_torch(world, codec, log)
     plan = _core.Plan(codec, "residual", 1000, "float32")
     # one group in the first step, then one a bucket
     kind = "average" if codec == "none" else "all-reduce" if plan.linear else "all-gather"
-    assert lines.count(kind) == world * plan.reductions * (1 + 3 * ours[0][1])
+    assert lines.count(kind) == world * plan.reductions * (1 + 3 * groups)
     assert lines.count("finalize") == world and "abort" not in lines
     assert set(lines) == {"finalize", kind}
 
@@ -284,15 +290,6 @@ def nonfinite_steps(rank: int, world: int, how: str, settings: dict[str, Any]) -
 
 
 @emulated
-@pytest.mark.parametrize("how", ["torch", "native"])
-def test_nan_between_rounds(how: str, log: Path) -> None:
-    settings = {"codec": "powersgd", "r": 3, "groups": "model"}
-    got, want = run(nonfinite_steps, 2, how, settings), run(nonfinite_steps, 2, "cpu", settings)
-    for a, b in zip(got, want, strict=True):
-        same(a, b)
-
-
-@emulated
 @pytest.mark.parametrize(
     "how, settings",
     [
@@ -304,6 +301,8 @@ def test_nan_between_rounds(how: str, log: Path) -> None:
         ("native", {"codec": "topk", "groups": "layer", "nonfinite": "rollback"}),
         ("torch", {"codec": "powersgd", "groups": "layer", "full_every": 2, "nonfinite": "rollback"}),
         ("native", {"codec": "topk", "exchange": "twoshot", "groups": "layer", "nonfinite": "rollback"}),
+        ("torch", {"codec": "powersgd", "r": 3, "groups": "model"}),  # between rounds
+        ("native", {"codec": "powersgd", "r": 3, "groups": "model"}),
     ],
     ids=str,
 )
@@ -367,13 +366,8 @@ def test_a_step_that_is_not_launched_to_its_end(log: Path) -> None:
     ],
 )
 def test_exchanges_in_messages(exchange: str, codec: str, world: int, sent: int, log: Path) -> None:
-    """Over NCCL of our own, torch's point-to-point calls, and on the CPU: the same bits."""
-    ours = run(trained, world, "native", codec, str(log), exchange)
-    for other in ("torch", "cpu"):
-        for (a, _), (b, _) in zip(ours, run(trained, world, other, codec, "", exchange), strict=True):
-            same(a, b)
-    lines = [line.split()[0] for line in log.read_text().splitlines()]
-    assert lines.count("send") == world * sent * (1 + 3 * ours[0][1])
+    lines, groups = same_over_nccl_and_torch(world, codec, log, exchange)
+    assert lines.count("send") == world * sent * (1 + 3 * groups)
     assert set(lines) <= {"send", "finalize"} and lines.count("finalize") == world
 
 
@@ -445,12 +439,17 @@ def test_groups_planned_for_messages(codec: str, exchange: str) -> None:
 # ---- faults ------------------------------------------------------------------------------------
 
 
-def broken(rank: int, world: int, fault: str, at: int, culprit: int, log: str) -> tuple[str, str, float, str]:
-    if rank == culprit:
-        os.environ[f"FAKE_NCCL_{fault}"] = str(at)
-    limit = 1.5 if fault == "JOIN" else 3.0
-    r = Run(rank, log, limit=limit, codec="topk", groups="model", transport="native")
-    for _ in range(at if fault != "JOIN" else 0):
+def broken(
+    rank: int, world: int, fault: str, at: str, steps: int, log: str, limit: float = 3.0, exchange: str = ""
+) -> tuple[str, str, float, str]:
+    """What the step after so many raises, how soon, and what the one after it says. Rank 1 has the fault."""
+    if rank == 1:
+        os.environ[f"FAKE_NCCL_{fault}"] = at
+    codec = "marsit" if exchange else "topk"
+    r = Run(
+        rank, log, limit=limit, codec=codec, exchange=exchange or None, groups="model", transport="native"
+    )
+    for _ in range(steps):
         r.step()
     first = r.fails()
     again = r.fails()
@@ -463,7 +462,7 @@ def broken(rank: int, world: int, fault: str, at: int, culprit: int, log: str) -
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_that_fails(fault: str, world: int, log: Path) -> None:
     dying = (1,) if fault == "DIE" else ()
-    out = run(broken, world, fault, 3, 1, str(log), dying=dying)
+    out = run(broken, world, fault, "3", 3, str(log), dying=dying)
     told = [x for r, x in enumerate(out) if r not in dying]
     for r, (name, text, took, again) in ((r, x) for r, x in enumerate(out) if r not in dying):
         if fault == "ERROR" and r != 1:  # it got all it needed, and its next step finds that rank 1 has left
@@ -480,20 +479,11 @@ def test_a_rank_that_fails(fault: str, world: int, log: Path) -> None:
 def test_a_rank_that_fails_between_messages(fault: str, log: Path) -> None:
     """In the first step, in a ring's third call of five."""
     dying = (1,) if fault == "DIE" else ()
-    out = run(midway, 3, fault, str(log), dying=dying)
+    out = run(broken, 3, fault, "2", 0, str(log), 3.0, "ring1", dying=dying)
     for r, x in enumerate(out):
         if r not in dying:
             assert x[0] == "ExchangeError" and "group 0 (" in x[1], x
             assert f"NCCL, rank {r} of 3: sending and receiving: " in x[1], x
-
-
-def midway(rank: int, world: int, fault: str, log: str) -> tuple[str, str, float]:
-    if rank == 1:
-        os.environ[f"FAKE_NCCL_{fault}"] = "2"
-    r = Run(rank, log, limit=3, codec="marsit", groups="model", transport="native", exchange="ring1")
-    out = r.fails()
-    r.close()
-    return out
 
 
 def changed(rank: int, world: int, exchange: str, codec: str) -> tuple[str, str]:
@@ -532,7 +522,7 @@ def test_a_message_that_is_changed(exchange: str, codec: str) -> None:
 
 @emulated
 def test_a_rank_that_does_not_join(log: Path) -> None:
-    for r, (name, text, took, _) in enumerate(run(broken, 2, "JOIN", "hang", 1, str(log))):
+    for r, (name, text, took, _) in enumerate(run(broken, 2, "JOIN", "hang", 0, str(log), 1.5)):
         assert name == "ExchangeError" and took < 20, (name, text)
         assert f"NCCL, rank {r} of 2: joining: not done within 1500 ms" in text, text
 
@@ -602,8 +592,6 @@ def dropped(rank: int, world: int, log: str) -> None:
     thread = r.lane.native._thread if r.lane is not None and r.lane.native is not None else None
     assert thread is not None
     del r
-    import gc
-
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
@@ -636,9 +624,20 @@ def refused(rank: int, world: int, how: str) -> tuple[str, str]:
     return name, text
 
 
-def test_on_the_cpu_it_is_refused() -> None:
-    for name, text in run(refused, 2, "cpu"):
-        assert name == "UnsupportedError" and "transport='native' is NCCL, which is for CUDA" in text
+WITH_KERNELS = "these have: allreduce, allgather, ring1, torus1, twoshot, hierarchical, cascade, expand"
+REFUSED = {
+    "cpu": ("UnsupportedError", "transport='native' is NCCL, which is for CUDA"),
+    "old library": ("UnsupportedError", "is NCCL 21212: 2.14 (21400) or later is needed"),
+    "no kernels": ("UnsupportedError", "exchange='twoshot' has no CUDA kernels", WITH_KERNELS),
+    "one has torch": ("RankError", "transport native", "transport torch"),
+}
+
+
+@pytest.mark.parametrize("how", ["cpu", *(pytest.param(x, marks=emulated) for x in [*REFUSED][1:])])
+def test_what_is_refused_on_all_ranks(how: str) -> None:
+    error, *words = REFUSED[how]
+    for name, text in run(refused, 2, how):
+        assert name == error and all(x in text for x in words), text
 
 
 @emulated
@@ -647,24 +646,6 @@ def test_without_a_library() -> None:
     assert name1 == "UnsupportedError", text1
     assert "NCCL cannot be loaded: /no/libnccl.so.2" in text1 and "SIDCOMP_NCCL" in text1
     assert name0 == "RankError" and "rank 1 could not form its groups" in text0 and "/no/libnccl" in text0
-    for name, text in run(refused, 2, "old library"):
-        assert name == "UnsupportedError" and "is NCCL 21212: 2.14 (21400) or later is needed" in text
-
-
-@emulated
-def test_an_exchange_without_kernels() -> None:
-    """As one that is being added may be."""
-    for name, text in run(refused, 2, "no kernels"):
-        assert name == "UnsupportedError" and "exchange='twoshot' has no CUDA kernels" in text, text
-        assert (
-            "these have: allreduce, allgather, ring1, torus1, twoshot, hierarchical, cascade, expand" in text
-        )
-
-
-@emulated
-def test_all_ranks_have_the_same() -> None:
-    for name, text in run(refused, 2, "one has torch"):
-        assert name == "RankError" and "transport native" in text and "transport torch" in text
 
 
 def test_names() -> None:
