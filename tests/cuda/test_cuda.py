@@ -20,7 +20,7 @@ import forged
 import numpy as np
 import pytest
 import reference as ref
-from buffers import CANARY, GUARD, Block, Rank, Vector, parameters
+from buffers import CANARY, GUARD, Block, Rank, Vector, fits, parameters
 from reference import Array, Step
 from sidcomp import _core
 
@@ -120,14 +120,6 @@ def allowed(codec: str, name: str, value: Any) -> bool:
 
 
 Case = tuple[str, dict[str, Any], str]
-
-
-def fits(codec: str, memory: str) -> bool:
-    """Some codecs refuse memories that give no feedback."""
-    try:
-        return bool(_core.Plan(codec, memory, 1, "float32").n)
-    except _core.ParameterError:
-        return False
 
 
 def cases() -> list[Case]:
@@ -422,6 +414,18 @@ def both(elements: Array, lengths: Sequence[int]) -> tuple[DeviceVector, Vector]
     return DeviceVector(elements, lengths, 1), Vector(elements, lengths, 1)
 
 
+def same_payload(
+    sides: tuple[DeviceRank, Rank], vectors: tuple[DeviceVector, Vector], x: Array, at: Step
+) -> bytes:
+    """What both sides write of x, in an encode and in the reductions after it."""
+    for vector in vectors:
+        vector.write(x)
+    assert sides[0].encoded(vectors[0], at) == sides[1].encode(vectors[1], at)
+    payload = sides[1].next_reductions(vectors[1], at)
+    assert sides[0].next_reductions(vectors[0], at) == payload
+    return payload
+
+
 FORMS = [(layout, dtype) for layout in ("one", "some", "tiny") for dtype in DTYPES]
 STEPS = [
     (bad_rank, state, layout, dtype)
@@ -441,23 +445,17 @@ STEPS = [
 def run_steps(codec: str, settings: dict[str, Any], memory: str, n: int, dtype: str, layout: str,
               kinds: Sequence[str], nonfinite: int = 0) -> None:  # fmt: skip
     rng = np.random.default_rng(n + 7)
-    device, host = pair(codec, settings, memory, n, dtype)
-    lengths = lengths_of(layout, n, rng)
-    on_device, on_host = both(ref.from_f32(np.zeros(n, np.float32), dtype), lengths)
+    device, host = sides = pair(codec, settings, memory, n, dtype)
+    vectors = both(ref.from_f32(np.zeros(n, np.float32), dtype), lengths_of(layout, n, rng))
     for step, kind in enumerate(kinds):
         x = content(kind, n, rng)
         bad = rng.integers(0, n, nonfinite) if n else []
         x[bad] = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), len(bad))
         with np.errstate(over="ignore"):
             elements = ref.from_f32(x, dtype)
-        on_device.write(elements)
-        on_host.write(elements)
         at = Step(step=step, group=3, rank=1, world=3, seed=5, carry=(1.0, 0.5, 1.75)[step % 3])
-        want = host.encode(on_host, at)
-        assert device.encoded(on_device, at) == want
-        same_state(device, host)
-        assert device.next_reductions(on_device, at) == host.next_reductions(on_host, at)
-        same_state(device, host)
+        same_payload(sides, vectors, elements, at)
+        same_state(device, host)  # run_rounds looks after each reduction
         s = host.stats
         threshold = struct.unpack("<I", struct.pack("<f", s.threshold))[0]
         got = device.read_stats()
@@ -543,8 +541,8 @@ def test_encode_of_steps_alike(codec: str, kind: str, settings: dict[str, Any]) 
     """Codecs look for keys where the last step predicts them, unless they are not there or too many are."""
     n, rng = 40_001, np.random.default_rng(3)
     for memory in ("residual", "none"):
-        device, host = pair(codec, settings, memory, n, "float32")
-        on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
+        sides = pair(codec, settings, memory, n, "float32")
+        vectors = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
         scale = np.exp(1.5 * rng.normal(size=-(-n // 4096))).repeat(4096)[:n].astype(np.float32)
         for step in range(4):
             x = rng.laplace(size=n).astype(np.float32)
@@ -556,12 +554,8 @@ def test_encode_of_steps_alike(codec: str, kind: str, settings: dict[str, Any]) 
                 x = np.round(8 * x) / 8
             elif kind == "equal":
                 x[:] = 0.5
-            on_device.write(x)
-            on_host.write(x)
-            at = Step(step=step, group=3, rank=1, world=3, seed=5)
-            want = host.encode(on_host, at)
-            assert device.encoded(on_device, at) == want
-            same_state(device, host)
+            same_payload(sides, vectors, x, Step(step=step, group=3, rank=1, world=3, seed=5))
+            same_state(*sides)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -631,14 +625,12 @@ def test_a_header_that_no_encode_has_written(codec: str, settings: dict[str, Any
     """What it lacks and what it may say is the same on both sides, and so are payloads and states."""
     n = 3000
     rng = np.random.default_rng(31)
-    device, host = pair(codec, settings, memory, n, "float32")
-    on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
+    device, host = sides = pair(codec, settings, memory, n, "float32")
+    on_device, on_host = vectors = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
     for step in range(6):
         x = content("laplace", n, rng)
         if step == 5:
             x[n // 2] = np.nan
-        on_device.write(x)
-        on_host.write(x)
         if step:
             words = host.state.data[:192].view(np.uint32)
             for place in rng.integers(0, len(words), 1 + 4 * (step % 3)):
@@ -648,10 +640,7 @@ def test_a_header_that_no_encode_has_written(codec: str, settings: dict[str, Any
                 host.state.data[len(host.state.data) - host.plan.extra_bytes :] = 0xFF
             device.state.put(host.state.data)
         at = Step(step=step, world=2)
-        payload = host.encode(on_host, at)
-        assert device.encoded(on_device, at) == payload
-        payload = host.next_reductions(on_host, at)
-        assert device.next_reductions(on_device, at) == payload
+        payload = same_payload(sides, vectors, x, at)
         same_state(device, host)
         device.decoded([payload], 0.5, on_device, at)
         host.decode([payload], 0.5, on_host, at)
@@ -663,14 +652,10 @@ def test_settle(codec: str, settings: dict[str, Any], memory: str) -> None:
     """What was sent leaves what is kept, as on the CPU; and the steps after it are the CPU's."""
     n = 3000
     rng = np.random.default_rng(17)
-    device, host = pair(codec, settings, memory, n, "float32")
-    on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
+    device, host = sides = pair(codec, settings, memory, n, "float32")
+    vectors = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
     for step in range(4):
-        x = content("laplace", n, rng)
-        on_device.write(x)
-        on_host.write(x)
-        at = Step(step=step)
-        assert device.encoded(on_device, at) == host.encode(on_host, at)
+        same_payload(sides, vectors, content("laplace", n, rng), Step(step=step))
         if step == 3:
             device.plan.cuda_unsend(device.state.ptr, device=0, stream=stream())
             host.plan.unsend(host.state.ptr)
@@ -705,30 +690,26 @@ def test_the_residual_where_it_lies(codec: str, settings: dict[str, Any], memory
     of several steps, one of which was not finite. The CPU's side never settles, and sends the same bytes."""
     n = (1, 31, 1025, 3000, 8193)[KEEPING.index((codec, settings, memory)) % 5]
     rng = np.random.default_rng(n)
-    device, host = pair(codec, settings, memory, n, "float32")
-    vectors, signed = host.plan.vectors, memory != "dgc"  # which turns a -0 into 0
+    device, host = sides = pair(codec, settings, memory, n, "float32")
+    kept, signed = host.plan.vectors, memory != "dgc"  # which turns a -0 into 0
     zero = np.float32(-0.0 if signed else 0.0)
-    first = content("ties", n * vectors, rng)
+    first = content("ties", n * kept, rng)
     first[first == 0] = zero
-    host.set_residual(first.reshape(vectors, n))
+    host.set_residual(first.reshape(kept, n))
     device.state.put(host.state.data)
-    on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
+    on_device, on_host = vectors = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
     for step, kind in enumerate(("ties", "laplace", "wide", "laplace", "equal")):
         x = content(kind, n, rng)
         x[x == 0] = zero
         if step == 3:
             x[n // 2] = np.nan
-        on_device.write(x)
-        on_host.write(x)
         at = Step(step=step, world=2)
-        assert device.encoded(on_device, at) == host.encode(on_host, at)
-        payload = host.next_reductions(on_host, at)
-        assert device.next_reductions(on_device, at) == payload
+        payload = same_payload(sides, vectors, x, at)
         if step != 1:  # between encode and decode it is the same
             device.decoded([payload], 0.5, on_device, at)
             host.decode([payload], 0.5, on_host, at)
         settle(device)
-        got, want = vectors_of(device.state.get(), n, vectors), host.residual()
+        got, want = vectors_of(device.state.get(), n, kept), host.residual()
         if signed:
             got, want = bits(got), bits(want)
         np.testing.assert_array_equal(got, want)
