@@ -13,31 +13,36 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import prebuilt  # noqa: E402
 
 
-def test_without_a_python_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = tmp_path / "python"
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing else is installed."""
     for name, value in {"PATH": str(tmp_path), "HOME": str(tmp_path), "PREBUILT_PYTHON": ""}.items():
         monkeypatch.setenv(name, value)
+    return tmp_path / "python3.12"
+
+
+def answers(python: Path, text: str) -> None:
+    python.write_text(f"#!/bin/sh\n{text}\n")
+    python.chmod(0o755)
+
+
+def test_without_a_python_it_says_what_to_install(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         SystemExit, match=r"no Python 3\.12 \(Debian, Ubuntu: apt-get install python3\.12-dev"
     ):
         prebuilt.find_python()
     monkeypatch.setenv("PREBUILT_PYTHON", str(python))
     for answer, said in (("3.11 1 .so", "no Python 3"), ("3.12 0 .so", f"{python} has no Python.h")):
-        python.write_text(f"#!/bin/sh\necho {answer}\n")
-        python.chmod(0o755)
+        answers(python, f"echo {answer}")
         with pytest.raises(SystemExit, match=said):
             prebuilt.find_python()
-    python.write_text("#!/bin/sh\necho 3.12 1 .cpython-312.so\n")
+    answers(python, "echo 3.12 1 .cpython-312.so")
     assert prebuilt.find_python() == (str(python), ROOT / "python" / "sidcomp" / "_core.cpython-312.so")
 
 
-def test_a_python_that_does_not_start_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_that_does_not_start_is_none(python: Path) -> None:
     """Such as what stands in for a version that is not chosen."""
-    python = tmp_path / "python3.12"
-    python.write_text("#!/bin/sh\nexit 127\n")
-    python.chmod(0o755)
-    for name, value in {"PATH": str(tmp_path), "HOME": str(tmp_path), "PREBUILT_PYTHON": ""}.items():
-        monkeypatch.setenv(name, value)
+    answers(python, "exit 127")
     with pytest.raises(SystemExit, match=r"no Python 3\.12"):
         prebuilt.find_python()
 

@@ -98,26 +98,28 @@ def watched() -> bool:
     return _core.cuda_archs == "emulated" and bool(ctypes.CDLL(_core.__file__).emulated_watched())
 
 
-BROKEN = """
-import os, sys
+START = """
+import sys
 sys.path[:0] = {paths!r}
-import torch, torch.distributed as dist, ordered, test_streams
+import torch.distributed as dist, ordered, test_streams
+dist.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
+"""
+BROKEN = """
 class Broken(ordered.OrderedExecutor):
     def {method}(self, *_):
         pass
 test_streams.Broken = Broken
-dist.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
-test_streams.trained(0, 1, "torch", {settings!r}, 3, "Broken")
+test_streams.trained(0, 1, "torch", {{"codec": "topk"}}, 3, "Broken")
 """
 
 
-def broken(tmp_path: Path, method: str, settings: dict[str, Any]) -> str:
-    """What a process says whose executor lacks a method."""
+def stopped(tmp_path: Path, script: str) -> str:
+    """What the emulation says that stops a rank because something has no order."""
     here = Path(__file__).resolve().parent
     paths = [str(Path(_core.__file__).parent.parent), str(here.parent / "support"), str(here)]
-    script = BROKEN.format(paths=paths, method=method, settings=settings, store=tmp_path / "store")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == -6, done.stderr[-3000:]
+    text = START.format(paths=paths, store=tmp_path / "store") + script
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -6 and "emulated device: no order: " in done.stderr, done.stderr[-3000:]
     return done.stderr
 
 
@@ -125,15 +127,10 @@ needs_eyes = pytest.mark.skipif(not watched(), reason="needs a build whose acces
 
 
 @needs_eyes
-def test_gradients_that_nobody_waits_for_are_found(tmp_path: Path) -> None:
-    said = broken(tmp_path, "wait_for_gradients", {"codec": "topk"})
-    assert "emulated device: no order: " in said and "SID_EMULATED_SEED=3" in said
-
-
-@needs_eyes
-def test_a_result_that_nobody_waits_for_is_found(tmp_path: Path) -> None:
-    said = broken(tmp_path, "_end_of_backward", {"codec": "topk"})
-    assert "emulated device: no order: " in said and "SID_EMULATED_SEED=3" in said
+@pytest.mark.parametrize("method", ["wait_for_gradients", "_end_of_backward"])
+def test_what_nobody_waits_for_is_found(method: str, tmp_path: Path) -> None:
+    """Gradients, and results: the executor lacks a method."""
+    assert "SID_EMULATED_SEED=3" in stopped(tmp_path, BROKEN.format(method=method))
 
 
 GROUPS = 6
@@ -205,12 +202,4 @@ def test_gradients_after_a_group_that_could_not_be_launched(where: str, then: st
 def test_gradients_that_nobody_waits_for_after_a_failure_are_found(
     where: str, then: str, tmp_path: Path
 ) -> None:
-    script = BROKEN.rsplit("class Broken", 1)[0] + (
-        "dist.init_process_group('gloo', init_method='file://{store}', rank=0, world_size=1)\n"
-        "test_streams.interrupted(0, 1, {where!r}, {then!r}, 'lead')\n"
-    )
-    here = Path(__file__).resolve().parent
-    paths = [str(Path(_core.__file__).parent.parent), str(here.parent / "support"), str(here)]
-    text = script.format(paths=paths, store=tmp_path / "store", where=where, then=then)
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
-    assert done.returncode == -6 and "emulated device: no order: " in done.stderr, done.stderr[-3000:]
+    stopped(tmp_path, f"test_streams.interrupted(0, 1, {where!r}, {then!r}, 'lead')")
