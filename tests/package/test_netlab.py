@@ -68,10 +68,10 @@ def test_the_link_carries_its_rate_and_no_more(lab: Lab) -> None:
     assert "95." in str(found) or found.goodput < 0.95 * GBIT
 
 
-@pytest.mark.parametrize("unshare", [["unshare", "-n"], ["unshare", "-Urn"]], ids=" ".join)
-def test_hosts_of_root_and_of_a_user(unshare: list[str]) -> None:
-    """Three hosts reach each other, have one interface each, and nothing of them is left."""
-    lab = Lab(3, GBIT, "namespaces")
+@contextlib.contextmanager
+def three_hosts(unshare: list[str], rate: int, processes: int, **settings: float) -> Iterator[Lab]:
+    """They have network namespaces of their own, and nothing is left of them."""
+    lab = Lab(3, rate, "namespaces", **settings)
     try:
         lab._namespaces(unshare)
     except LabError as e:
@@ -79,64 +79,54 @@ def test_hosts_of_root_and_of_a_user(unshare: list[str]) -> None:
         pytest.skip(str(e))
     with lab:
         inside = namespaces_of(lab)
-        assert len(inside) == 4  # and the switch
-        assert os.readlink("/proc/self/ns/net") not in inside
-        assert len(users_of(inside)) == 4
-        reach = "import os, socket; r = int(os.environ['RANK']); s = socket.create_server(('', 29000)); "
-        reach += (
-            "c = [socket.create_connection((f'10.77.0.{p + 1}', 29000), 10) for p in range(3) if p != r]; "
-        )
-        reach += "[s.accept() for _ in c]"
-        lab.run([sys.executable, "-c", RETRY + reach], 20)
-        queues = subprocess.run([*lab.enter[2], "tc", "class", "show", "dev", "eth0"], capture_output=True)
-        assert b"rate 1Gbit" in queues.stdout and b" burst 4000b" in queues.stdout
-        assert lab.calibrate().goodput <= GBIT
+        assert len(users_of(inside)) == processes
+        yield lab
     assert not users_of(inside)
     assert not lab.children
 
 
-@pytest.mark.parametrize("unshare", [["unshare", "-n"], ["unshare", "-Urn"]], ids=" ".join)
-def test_a_latency_delays_every_message_and_not_the_rate(unshare: list[str]) -> None:
-    lab = Lab(3, GBIT // 10, "namespaces", latency=30.0)
-    try:
-        lab._namespaces(unshare)
-    except LabError as e:
-        lab.close()
-        pytest.skip(str(e))
-    with lab:
+# As root, and as a user.
+UNSHARE = pytest.mark.parametrize("unshare", [["unshare", "-n"], ["unshare", "-Urn"]], ids=" ".join)
+# Every rank connects to every other one. All listen before anyone connects; who comes too early tries again.
+REACH = """
+import os, socket, time
+def connected(address):
+    for _ in range(200):
+        try:
+            return socket.create_connection(address, 30)
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    raise TimeoutError(address)
+s = socket.create_server(("", 29000))
+c = [connected((f"10.77.0.{p + 1}", 29000)) for p in range(3) if p != int(os.environ["RANK"])]
+"""
+
+
+@UNSHARE
+def test_hosts_of_root_and_of_a_user(unshare: list[str]) -> None:
+    """Three hosts reach each other, and have one interface each."""
+    with three_hosts(unshare, GBIT, 4) as lab:  # and the switch
         inside = namespaces_of(lab)
-        assert len(users_of(inside)) == 5  # the hosts, the switch, and the program in it
+        assert len(inside) == 4 and os.readlink("/proc/self/ns/net") not in inside
+        lab.run([sys.executable, "-c", REACH + "[s.accept() for _ in c]"], 40)
+        queues = subprocess.run([*lab.enter[2], "tc", "class", "show", "dev", "eth0"], capture_output=True)
+        assert b"rate 1Gbit" in queues.stdout and b" burst 4000b" in queues.stdout
+        assert lab.calibrate().goodput <= GBIT
+
+
+@UNSHARE
+def test_a_latency_delays_every_message_and_not_the_rate(unshare: list[str]) -> None:
+    with three_hosts(unshare, GBIT // 10, 5, latency=30.0) as lab:  # a program runs in the switch
         found = lab.calibrate()
         assert found.round_trip >= 30
         assert found.idle["64 KB"] >= 15 + 0.75 * 5.24 and found.goodput <= GBIT / 10
         if found.goodput < 0.085 * GBIT:
             pytest.skip(f"too busy to shape: {found}")
         # Every pair reaches each other, whichever speaks first.
-        reach = "import os, socket; r = int(os.environ['RANK']); s = socket.create_server(('', 29000)); "
-        reach += (
-            "c = [socket.create_connection((f'10.77.0.{p + 1}', 29000), 30) for p in range(3) if p != r]; "
-        )
-        reach += "[x.sendall(bytes(range(256)) * 256) for x in c]; "
-        reach += "got = [s.accept()[0].recv(1 << 16, socket.MSG_WAITALL) for _ in c]; "
-        reach += "assert got == [bytes(range(256)) * 256] * 2"
-        lab.run([sys.executable, "-c", RETRY + reach], 60)
-    assert not users_of(inside)
-    assert not lab.children
-
-
-# All listen before anyone connects; who comes too early tries again.
-RETRY = """
-import socket, time
-first = socket.create_connection
-def again(address, timeout):
-    for _ in range(200):
-        try:
-            return first(address, timeout)
-        except ConnectionRefusedError:
-            time.sleep(0.02)
-    raise TimeoutError(address)
-socket.create_connection = again
-"""
+        speak = "[x.sendall(bytes(range(256)) * 256) for x in c]; "
+        speak += "got = [s.accept()[0].recv(1 << 16, socket.MSG_WAITALL) for _ in c]; "
+        speak += "assert got == [bytes(range(256)) * 256] * 2"
+        lab.run([sys.executable, "-c", REACH + speak], 60)
 
 
 def test_bytes_of_a_step(lab: Lab) -> None:

@@ -19,12 +19,17 @@ sys.path.insert(0, str(ROOT))
 setup = pytest.importorskip("setup")
 
 
-def tool(folder: Path, name: str, *lines: str) -> str:
-    """A program that prints these."""
-    path = folder / name
-    path.write_text("#!/bin/sh\n" + "".join(f"echo {line}\n" for line in lines))
+def program(path: Path, text: str) -> str:
+    """A shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return str(path)
+
+
+def tool(folder: Path, name: str, *lines: str) -> str:
+    """A program that prints these."""
+    return program(folder / name, "\n".join(f"echo {line}" for line in lines))
 
 
 def test_architectures(tmp_path: Path) -> None:
@@ -114,9 +119,7 @@ def test_which_gpus_a_build_is_for(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(setup, "check_tools", lambda: None)
     calls = machine / "calls"
-    make = Path(tool(machine, "make"))
-    make.write_text(f'#!/bin/sh\nfor a in "$@"; do echo "$a"; done >> {calls}\n')
-    monkeypatch.setenv("MAKE", str(make))
+    monkeypatch.setenv("MAKE", program(machine / "make", f'for a in "$@"; do echo "$a"; done >> {calls}'))
     build(machine, how)
     said = capfd.readouterr().out
     assert words in said
@@ -130,10 +133,8 @@ def test_which_gpus_a_build_is_for(
 def test_a_long_build_shows_which_file_it_compiles(
     machine: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    make = Path(tool(machine, "make"))
     lines = "cc -c csrc/a.c -o a.o", "touch x", "nvcc -c cuda/b.cu -o b.o", "c++ -shared a.o b.o -o x.so"
-    make.write_text("#!/bin/sh\n" + "".join(f"echo {line}\n" for line in lines))
-    monkeypatch.setenv("MAKE", str(make))
+    monkeypatch.setenv("MAKE", tool(machine, "make", *lines))
     monkeypatch.setattr(setup.Progress, "EVERY", 0)
     build(machine, "wheel")
     said = capfd.readouterr().out
@@ -158,9 +159,7 @@ def test_under_pip_the_progress_goes_to_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_build_that_fails_says_so(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = Path(tool(machine, "make"))
-    make.write_text("#!/bin/sh\nexit 2\n")
-    monkeypatch.setenv("MAKE", str(make))
+    monkeypatch.setenv("MAKE", program(machine / "make", "exit 2"))
     monkeypatch.setenv("SIDCOMP_CUDA_ARCHS", "9.0")
     with pytest.raises(SystemExit, match=r"the build failed.*SIDCOMP_CUDA=0"):
         build(machine, "inplace")
@@ -184,9 +183,7 @@ def test_make_tells_how_many_files_it_will_compile(tmp_path: Path) -> None:
 
 def test_a_build_that_goes_on_compiles_what_is_missing_and_counts_it(tmp_path: Path) -> None:
     """Half of the files are there, by a compiler that only makes them."""
-    compiler = tmp_path / "cc"
-    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done\n')
-    compiler.chmod(0o755)
+    compiler = program(tmp_path / "cc", 'while [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done')
     make = ["make", "-C", str(ROOT), f"O={tmp_path}/o", f"OUT={tmp_path}/x.so", f"PYTHON={sys.executable}"]
     make += [f"CC={compiler}", f"CXX={compiler}", "-j2"]
 
@@ -208,9 +205,7 @@ def test_a_build_that_goes_on_compiles_what_is_missing_and_counts_it(tmp_path: P
 
 def stand_in(path: Path, *cases: str) -> None:
     """A program that says what it is asked for. cases: of the shell's case, about all words."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'#!/bin/sh\ncase "$*" in {" ".join(cases)} esac\necho "{path.name} $*"\n')
-    path.chmod(0o755)
+    program(path, f'case "$*" in {" ".join(cases)} esac\necho "{path.name} $*"')
 
 
 @pytest.mark.parametrize("lacks", ["matplotlib", "sklearn", "torch", "hypothesis", "pybind11", "setuptools"])
