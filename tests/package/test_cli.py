@@ -189,15 +189,16 @@ GOOD = {
     "tensors": [{"name": "a", "backward_ps": 1, "bytes": 4}],
     "methods": [{"name": "m", "encode": None, "exchange": [[0, 1]], "decode": None}],
 }
-# What is in braces is a file or folder: {good} an instance, {nowhere} in a folder that is not there.
+# What is in braces is a file or folder: {good} an instance, {nowhere} in a folder that is not there. What
+# stands behind => is said.
 BAD = """
 nosuch
 --nosuch
 codecs nosuch
 codecs topk nosuch
-plan
+plan => give one JSON file
 plan --all
-plan {nowhere}
+plan {nowhere} => cannot read the instance {nowhere}
 plan {folder}
 plan {empty}
 plan {binary}
@@ -208,11 +209,11 @@ plan {surrogate}
 plan {twice}
 plan {infinite}
 plan {other}
-plan {good} --algorithm nosuch
+plan {good} --algorithm nosuch => 'nosuch'
 plan {good} --algorithm PG
-plan {good} --all --option groups=1
+plan {good} --all --option groups=1 => compares all algorithms
 plan {good} --all --plot {folder}/p.png
-plan {good} --option groups
+plan {good} --option groups => 'groups' is not NAME=VALUE
 plan {good} --option =1
 plan {good} --option nosuch=1
 plan {good} --option groups=--1
@@ -299,6 +300,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("line", BAD.strip().splitlines())
 def test_a_bad_command_line_is_one_message(line: str, files: dict[str, Path]) -> None:
     before = set(files["folder"].parent.rglob("*"))
+    line, _, words = line.partition(" => ")
     done = run(*(word.format(**files) for word in line.split()))
     if "--plot" in line and "matplotlib" in done.stderr:
         pytest.skip("no matplotlib")
@@ -306,6 +308,7 @@ def test_a_bad_command_line_is_one_message(line: str, files: dict[str, Path]) ->
     assert done.exit_code == 2
     messages = [text for text in done.stderr.splitlines() if text.startswith("Error: ")]
     assert len(messages) == 1 and len(messages[0]) > 20, done.stderr
+    assert words.format(**files) in messages[0]
     assert "Traceback" not in done.stdout + done.stderr
     assert set(files["folder"].parent.rglob("*")) == before, "it has left a file"
 
