@@ -15,7 +15,7 @@ import pytest
 import sidcomp
 import torch.distributed as dist
 from cases import CASES, Trainer
-from common import GATHERED, LINEAR
+from common import GATHERED, LINEAR, begin, run_on
 from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from sidcomp.runtime import block, checkpoint, communicator
@@ -54,18 +54,14 @@ def lose(rank: int, world: int, when: str, how: str) -> tuple[str, str, int, flo
     if when == "bare":
         trainer.wrapper.register_comm_hook(state, sidcomp.hook)
     elif when == "register":
-        told = caught_at(state, lambda: register(trainer.wrapper, state))
-        trainer.close()
-        return told
+        return caught_at(state, lambda: register(trainer.wrapper, state))
     else:
         register(trainer.wrapper, state)
     if lost and when == "groups":
         block.Block.__init__ = lambda *_: end(how)  # type: ignore[method-assign]
     elif lost:
         end(how)
-    told = caught_at(state, trainer.step)
-    trainer.close()
-    return told
+    return caught_at(state, trainer.step)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +104,7 @@ def lose_while_connecting(rank: int, world: int) -> tuple[str, str, int, float] 
     if rank == world - 1:
         dist.new_group = lambda *_, **__: end("kill")
     communicator._FORMING = timedelta(seconds=1)
-    told = caught_at(state, lambda: register(trainer.wrapper, state))
-    trainer.close()
-    return told
+    return caught_at(state, lambda: register(trainer.wrapper, state))
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -138,8 +132,6 @@ def late(rank: int, world: int, when: str) -> tuple[list[str], float]:
     assert state.engine.exchange is not None
     timeout = communicator._timeout_of(state.engine.exchange.group, cases.DEVICE)
     assert timeout is not None
-    trainer.close()
-    state.close()
     return logged, timeout.total_seconds()
 
 
@@ -171,7 +163,6 @@ def without_a_hook(rank: int, world: int) -> tuple[list[str], Any]:
         told = None
     else:
         told = caught_at(state, lambda: register(trainer.wrapper, state))
-    trainer.close()
     return logged, told
 
 
@@ -201,18 +192,7 @@ def test_the_store_names_who_has_not_come() -> None:
 # ---- failed ------------------------------------------------------------------------------------------------
 
 
-def run_on(trainer: Trainer, world: int) -> None:
-    """After an error that all ranks have had the training goes on, and the replicas are the same."""
-    for _ in range(3):
-        trainer.step()
-    digests: list[Any] = [None] * world
-    dist.all_gather_object(digests, [cases.bits(p) for p in trainer.module.parameters()])
-    assert all(d == digests[0] for d in digests)
-
-
 def short_of_memory(rank: int, world: int, codec: str, which: list[int]) -> list[tuple[str, str, int, float]]:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State(codec)
     original, blocks = block.Block.__init__, 0
 
     def count(self: Any, *arguments: Any) -> None:
@@ -223,7 +203,7 @@ def short_of_memory(rank: int, world: int, codec: str, which: list[int]) -> list
         original(self, *arguments)
 
     block.Block.__init__ = count  # type: ignore[method-assign,assignment]
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, codec=codec)
     told = []
     for _ in range(8):
         try:
@@ -231,9 +211,7 @@ def short_of_memory(rank: int, world: int, codec: str, which: list[int]) -> list
         except RuntimeError as e:
             assert str(state.error) in str(e)
             told.append((type(state.error).__name__, str(state.error), getattr(state.error, "rank", -1), 0.0))
-    run_on(trainer, world)
-    trainer.close()
-    state.close()
+    run_on(trainer)
     return told
 
 
@@ -251,9 +229,7 @@ def test_no_memory_while_groups_are_made(world: int, codec: str) -> None:
 
 
 def broken_checkpoint(rank: int, world: int, arguments: dict[str, Any]) -> tuple[str, str, int, float]:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State(**arguments)
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, **arguments)
     for _ in range(3):
         trainer.step()
     state.load_state_dict(state.state_dict())
@@ -267,9 +243,7 @@ def broken_checkpoint(rank: int, world: int, arguments: dict[str, Any]) -> tuple
     checkpoint._fit = fit  # type: ignore[assignment]
     told = caught_at(state, trainer.step)
     checkpoint._fit = original
-    run_on(trainer, world)
-    trainer.close()
-    state.close()
+    run_on(trainer)
     return told
 
 
@@ -297,9 +271,7 @@ def test_a_checkpoint_that_one_rank_cannot_load(world: int, arguments: dict[str,
 @on_ranks(2)
 def test_the_length_of_a_peers_text_is_not_trusted(rank: int, world: int, said: int) -> None:
     """Rank 1 has another codec, and says that its description has `said` bytes."""
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State(GATHERED[rank])
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, codec=GATHERED[rank])
     original = communicator.Exchange.tell_all
 
     def lie(self: Any, data: bytes, what: str) -> Any:
@@ -312,7 +284,6 @@ def test_the_length_of_a_peers_text_is_not_trusted(rank: int, world: int, said: 
     communicator.Exchange.tell_all = lie  # type: ignore[method-assign]
     kind, text, culprit, _ = caught_at(state, trainer.step)
     assert culprit == 1
-    trainer.close()
     text = f"{kind}: {text}"
     if said > 2**20:
         assert text.startswith("MismatchError: rank 1 announces a text of"), text

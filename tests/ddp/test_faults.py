@@ -9,18 +9,17 @@ import re
 import signal
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import cases
 import harness
 import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
 from cases import CASES, Trainer, assert_same
-from common import CODECS, GATHERED, LINEAR, groups_of, make_state
+from common import CODECS, GATHERED, LINEAR, begin, groups_of, run_on
 from harness import RankFailed, on_ranks, run
 from sidcomp import _core
 from sidcomp.doors.ddp import register
@@ -30,20 +29,17 @@ ONE_OF_EACH = ["none", LINEAR[0], GATHERED[0], *SEVERAL[:1]]  # travel different
 GROUPS = ["bucket", "model"]
 
 
-def trainer_and_state(
-    rank: int, codec: str, groups: str | int, **arguments: Any
-) -> tuple[Trainer, sidcomp.State]:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = make_state(groups, trainer.module, codec=codec, **arguments)
-    register(trainer.wrapper, state)
-    return trainer, state
+def unmoved(trainer: Trainer, before: Mapping[str, torch.Tensor | None]) -> None:
+    """The step in between has failed, and left the parameters as they were."""
+    assert_same(*({n: v for n, v in x.items() if n.startswith("parameter")}
+                  for x in (trainer.snapshot(), before)), "after a step that failed")  # fmt: skip
 
 
 # ---- a peer goes away --------------------------------------------------------------------------------------
 
 
 def lose_a_peer(rank: int, world: int, codec: str, groups: str, how: str) -> tuple[str, str, str]:
-    trainer, state = trainer_and_state(rank, codec, groups)
+    trainer, state = begin(rank, groups=groups, codec=codec)
     for _ in range(3):
         trainer.step()
     if rank == world - 1:
@@ -56,15 +52,10 @@ def lose_a_peer(rank: int, world: int, codec: str, groups: str, how: str) -> tup
     with pytest.raises(RuntimeError) as caught:
         for _ in range(100):  # the first collective may still find the peer's last bytes, no more
             trainer.step()
-    after = trainer.snapshot()
-    for name, value in before.items():
-        if name.startswith("parameter"):
-            assert cases.bits(value) == cases.bits(after[name]), f"{name} moved, although its peer is gone"
+    unmoved(trainer, before)
     with pytest.raises(RuntimeError):  # the group is broken: later steps must say so as well
         trainer.step()
-    first = (str(caught.value), type(state.error).__name__, str(state.error))
-    trainer.close()
-    return first
+    return str(caught.value), type(state.error).__name__, str(state.error)
 
 
 @pytest.mark.many
@@ -121,12 +112,19 @@ def plant(method: str, do: Callable[..., None], group: int = 0, late: int = 0) -
         setattr(_core.Plan, name, behind(getattr(_core.Plan, name)))
 
 
-def planted_error(rank: int, world: int, codec: str, groups: str, method: str) -> None:
-    trainer, state = trainer_and_state(rank, codec, groups)
+def explode(*_: Any) -> None:
+    raise Planted("planted error, number 4711")
 
-    def explode(*_: Any) -> None:
-        raise Planted("planted error, number 4711")
 
+@pytest.mark.many
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("method", ["encode", "decode"])
+@pytest.mark.parametrize("codec", [LINEAR[0], *GATHERED])
+@on_ranks(2)
+def test_an_error_on_every_rank_surfaces_and_the_next_step_runs(
+    rank: int, world: int, codec: str, method: str, groups: str
+) -> None:
+    trainer, state = begin(rank, groups=groups, codec=codec)
     for _ in range(3):
         trainer.step()
     plant(method, explode)
@@ -135,33 +133,19 @@ def planted_error(rank: int, world: int, codec: str, groups: str, method: str) -
         trainer.step()
     assert isinstance(state.error, sidcomp.SidcompError), repr(state.error)
     assert isinstance(state.error.__cause__, Planted), repr(state.error.__cause__)
-    for name, value in trainer.snapshot().items():
-        if name.startswith("parameter"):
-            assert cases.bits(value) == cases.bits(before[name]), f"{name} moved in a step that failed"
-    for _ in range(4):  # and on it goes
-        trainer.step()
-    digests: list[Any] = [None] * world
-    dist.all_gather_object(digests, {n: cases.bits(v) for n, v in trainer.snapshot().items()})
-    assert all(d == digests[0] for d in digests), "replicas differ after a step that failed on every rank"
-    trainer.close()
-    state.close()
+    unmoved(trainer, before)
+    run_on(trainer)
 
 
 @pytest.mark.many
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("method", ["encode", "decode"])
-@pytest.mark.parametrize("codec", [LINEAR[0], *GATHERED])
-def test_an_error_on_every_rank_surfaces_and_the_next_step_runs(codec: str, method: str, groups: str) -> None:
-    run(planted_error, 2, codec, groups, method)
-
-
-def planted_on_one(rank: int, world: int, codec: str, groups: str) -> str:
+@pytest.mark.parametrize(
+    "codec", [c.name for c in CODECS.values() if c.linear and not c.lossless] + GATHERED[:1]
+)
+@on_ranks(3)
+def test_an_error_on_one_rank_stops_all(rank: int, world: int, codec: str, groups: str) -> None:
     """One rank's encode fails: neither rank may hang, and neither may take the step for a good one."""
-    trainer, state = trainer_and_state(rank, codec, groups)
-
-    def explode(*_: Any) -> None:
-        raise Planted("planted error, number 4711")
-
+    trainer, state = begin(rank, groups=groups, codec=codec)
     for _ in range(3):
         trainer.step()
     before = trainer.snapshot()
@@ -170,34 +154,10 @@ def planted_on_one(rank: int, world: int, codec: str, groups: str) -> str:
     with pytest.raises(RuntimeError) as caught:
         trainer.step()
     assert rank == 1 or state.error.rank == 1, state.error  # type: ignore[union-attr]
-    for name, value in trainer.snapshot().items():
-        if name.startswith("parameter"):
-            assert cases.bits(value) == cases.bits(before[name]), f"{name} moved in a step that failed"
-    run_on(trainer, world)
-    trainer.close()
-    state.close()
-    return str(caught.value)
-
-
-def run_on(trainer: Trainer, world: int) -> None:
-    """After an error that all ranks have had the training goes on, and the replicas are the same."""
-    for _ in range(3):
-        trainer.step()
-    digests: list[Any] = [None] * world
-    dist.all_gather_object(digests, [cases.bits(p) for p in trainer.module.parameters()])
-    assert all(d == digests[0] for d in digests)
-
-
-@pytest.mark.many
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize(
-    "codec", [c.name for c in CODECS.values() if c.linear and not c.lossless] + GATHERED[:1]
-)
-def test_an_error_on_one_rank_stops_all(codec: str, groups: str) -> None:
-    texts = run(planted_on_one, 3, codec, groups)
-    assert "planted error, number 4711" in texts[1], texts
-    for text in texts[::2]:
-        assert "payload of rank 1" in text and "planted error, number 4711" in text, texts
+    unmoved(trainer, before)
+    run_on(trainer)
+    text = str(caught.value)
+    assert "planted error, number 4711" in text and (rank == 1 or "payload of rank 1" in text), text
 
 
 class Breaks(torch.autograd.Function):
@@ -215,9 +175,24 @@ class Breaks(torch.autograd.Function):
         return gradients[0], None
 
 
-def between_buckets(rank: int, world: int, arguments: dict[str, Any], how: str) -> str:
+@pytest.mark.parametrize("how", ["autograd", pytest.param("hook", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"codec": "none"},
+        {"codec": LINEAR[0], "checksum_every": 1},
+        pytest.param({"codec": GATHERED[0]}, marks=pytest.mark.slow),
+        *(pytest.param({"codec": c}, marks=pytest.mark.slow) for c in SEVERAL),
+        pytest.param({"codec": GATHERED[0], "exchange": "twoshot"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda a: "-".join(map(str, a.values())),
+)
+@on_ranks(3)
+def test_an_iteration_that_one_rank_gives_up_stops_all(
+    rank: int, world: int, arguments: dict[str, Any], how: str
+) -> None:
     """In step 3 one rank's backward pass breaks off after some buckets, or the hook cannot begin it."""
-    trainer, state = trainer_and_state(rank, groups="bucket", **arguments)
+    trainer, state = begin(rank, groups="bucket", **arguments)
     state.follow(trainer.optimizer)
     broken = False
     trainer.module.first.register_forward_hook(
@@ -234,39 +209,16 @@ def between_buckets(rank: int, world: int, arguments: dict[str, Any], how: str) 
         trainer.backward(0, "sync")
         if rank == 1:
             raise AssertionError("it was to fail")
-    for name, value in trainer.snapshot().items():
-        if name.startswith("parameter"):
-            assert cases.bits(value) == cases.bits(before[name]), f"{name} moved in a step that failed"
+    unmoved(trainer, before)
     broken = False
     trainer.optimizer.param_groups[0]["lr"] = 0.05
     trainer.wrapper.reducer._reset_state() if how == "autograd" else None
-    run_on(trainer, world)
-    trainer.close()
-    state.close()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("how", ["autograd", pytest.param("hook", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"codec": "none"},
-        {"codec": LINEAR[0], "checksum_every": 1},
-        pytest.param({"codec": GATHERED[0]}, marks=pytest.mark.slow),
-        *(pytest.param({"codec": c}, marks=pytest.mark.slow) for c in SEVERAL),
-        pytest.param({"codec": GATHERED[0], "exchange": "twoshot"}, marks=pytest.mark.slow),
-    ],
-    ids=lambda a: "-".join(map(str, a.values())),
-)
-def test_an_iteration_that_one_rank_gives_up_stops_all(arguments: dict[str, Any], how: str) -> None:
-    texts = run(between_buckets, 3, arguments, how)
-    want = "planted error, number 4711" if how == "autograd" else "group 0 is nan"
-    assert want in texts[1], texts
-    for text in texts[::2]:
-        # what travels in messages fails from rank to rank
-        assert re.search(
-            r"group \d .*rank 1" if "exchange" not in arguments else r"group \d .*rank \d", text
-        ), texts
+    run_on(trainer)
+    if rank == 1:
+        want = "planted error, number 4711" if how == "autograd" else "group 0 is nan"
+    else:  # what travels in messages fails from rank to rank
+        want = r"group \d .*rank 1" if "exchange" not in arguments else r"group \d .*rank \d"
+    assert re.search(want, str(caught.value)), caught.value
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -274,7 +226,7 @@ def test_an_iteration_that_one_rank_gives_up_stops_all(arguments: dict[str, Any]
 @on_ranks(3)
 def test_a_corrupt_payload_names_its_rank(rank: int, world: int, codec: str, groups: str) -> None:
     """One rank's payload has a flipped bit: every rank says whose."""
-    trainer, state = trainer_and_state(rank, codec, groups)
+    trainer, state = begin(rank, groups=groups, codec=codec)
     for _ in range(3):
         trainer.step()
 
@@ -291,18 +243,15 @@ def test_a_corrupt_payload_names_its_rank(rank: int, world: int, codec: str, gro
     assert "group 0" in str(caught.value)
     for _ in range(3):
         trainer.step()
-    trainer.close()
-    state.close()
 
 
 # ---- replicas that drift apart -----------------------------------------------------------------------------
 
 
-def drift(
-    rank: int, world: int, codec: str, every: int, culprit: int, late: int
-) -> tuple[int, str, int, int]:
-    """The step in which it was found, the text, the group, the rank."""
-    trainer, state = trainer_and_state(rank, codec, 900, checksum_every=every)
+@pytest.mark.parametrize("codec", [LINEAR[0], *GATHERED])
+@on_ranks(3)
+def test_checksums_find_a_replica_that_drifts(rank: int, world: int, codec: str) -> None:
+    trainer, state = begin(rank, groups=900, codec=codec, checksum_every=1)
     trainer.step()
     trainer.step()
     assert len(groups_of(state)) > 1
@@ -311,49 +260,35 @@ def drift(
         pointer, _length = struct.unpack("<QQ", out.segments.table()[:16])
         ctypes.c_ubyte.from_address(pointer).value ^= 1
 
-    if rank == culprit:
-        plant("decode", flip, group=1, late=late)
-    for step in range(2, 20):
-        try:
+    if rank == 2:
+        plant("decode", flip, group=1, late=2)
+    with pytest.raises(RuntimeError, match=r"group 1.*rank 2") as caught:
+        while trainer.steps < 20:
             trainer.step()
-        except RuntimeError as e:
-            error = state.error
-            assert isinstance(error, sidcomp.DivergenceError), repr(error)
-            trainer.close()
-            state.close()
-            return step, str(e), error.group, error.rank
-    raise AssertionError("nobody noticed")
-
-
-@pytest.mark.parametrize("codec", [LINEAR[0], *GATHERED])
-def test_checksums_find_a_replica_that_drifts(codec: str) -> None:
-    found = run(drift, 3, codec, 1, 2, 2)
-    assert len({f[0] for f in found}) == 1, found
-    for _step, text, group, rank in found:
-        assert (group, rank) == (1, 2), found
-        assert "group 1" in text and "rank 2" in text, text
+    error = state.error
+    assert isinstance(error, sidcomp.DivergenceError), repr(caught.value)
+    assert (error.group, error.rank) == (1, 2)
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, trainer.steps)
+    assert len(set(found)) == 1, "the ranks noticed it in different steps"
 
 
 @pytest.mark.parametrize("codec", ONE_OF_EACH)
 @on_ranks(2)
 def test_checksums_of_sound_replicas_say_nothing(rank: int, world: int, codec: str) -> None:
-    trainer, state = trainer_and_state(rank, codec, 900, checksum_every=2)
+    trainer, _ = begin(rank, groups=900, codec=codec, checksum_every=2)
     for _ in range(6):
         trainer.step()
-    trainer.close()
-    state.close()
 
 
 @on_ranks(2)
 def test_checksums_change_nothing(rank: int, world: int) -> None:
     seen = []
     for every in (0, 1):
-        trainer, state = trainer_and_state(rank, GATHERED[0], "bucket", checksum_every=every)
+        trainer, _ = begin(rank, groups="bucket", codec=GATHERED[0], checksum_every=every)
         for _ in range(5):
             trainer.step()
         seen.append(trainer.snapshot())
-        trainer.close()
-        state.close()
     assert_same(seen[0], seen[1], "with checksums")
 
 

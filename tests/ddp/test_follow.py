@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import warnings
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from cases import CASES, Trainer, assert_same
-from common import make_state, residuals_of
+from cases import Trainer
+from common import assert_all_same, begin, everything, steps_of
 from harness import on_ranks, run
+from heard import logged
 from local_training import KINDS, updates
 from sidcomp.config.grouping import Regime
 from sidcomp.doors.ddp import register
@@ -25,16 +25,10 @@ from torch import nn
 SCHEDULE = [0.0, 0.0, 0.05, 0.05, 0.02, 0.1, 0.0, 0.004, 0.004, 0.03, 0.03, 0.001]
 
 
-def everything(trainer: Trainer, state: sidcomp.State) -> dict[str, Any]:
-    return trainer.snapshot() | {f"residual of {n}": r for n, r in sorted(residuals_of(state).items())}
-
-
 def train(
     rank: int, world: int, groups: str | int, arguments: dict[str, Any], follow: bool
 ) -> list[dict[str, Any]]:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = make_state(groups, trainer.module, **arguments)
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, "cap-small", groups, **arguments)
     if follow:
         state.follow(trainer.optimizer)
     seen, last = [], 0.0
@@ -47,8 +41,6 @@ def train(
         trainer.step()
         seen.append(everything(trainer, state))
     assert state.error is None
-    trainer.close()
-    state.close()
     return seen
 
 
@@ -75,36 +67,38 @@ def test_it_is_rescaling_by_the_rates_ratio(world: int, groups: str | int, argum
     following = run(train, world, groups, arguments, True)
     by_hand = run(train, world, groups, arguments, False)
     for rank in range(world):
-        for i, (got, want) in enumerate(zip(following[rank], by_hand[rank], strict=True)):
-            assert_same(got, want, f"rank {rank}, step {i}")
+        assert_all_same(following[rank], by_hand[rank], f"rank {rank}")
 
 
-def velocities(rank: int, world: int, follow: bool) -> list[dict[str, Any]]:
-    trainer = Trainer(CASES["cap-small"], rank)
-    trainer.optimizer = torch.optim.SGD(trainer.module.parameters(), 0.05)
-    state = sidcomp.State("signum", beta=0.9)
-    register(trainer.wrapper, state)
-    if follow:
-        state.follow(trainer.optimizer)
+def at_rates(
+    trainer: Trainer, state: sidcomp.State, rates: list[float]
+) -> list[dict[str, torch.Tensor | None]]:
+    """Takes a step at each."""
     seen = []
-    for rate in SCHEDULE:
+    for rate in rates:
         trainer.optimizer.param_groups[0]["lr"] = rate
-        trainer.step()
-        seen.append(everything(trainer, state))
-    state.close()
+        seen += steps_of(trainer, state, 1)
     return seen
 
 
-def test_a_momentum_is_left_alone() -> None:
-    for got, want in zip(run(velocities, 2, True), run(velocities, 2, False), strict=True):
-        for i, (a, b) in enumerate(zip(got, want, strict=True)):
-            assert_same(a, b, f"step {i}")
+@on_ranks(2)
+def test_a_momentum_is_left_alone(rank: int, world: int) -> None:
+    seen = []
+    for follow in (True, False):
+        trainer, state = begin(rank, codec="signum", beta=0.9)
+        trainer.optimizer = torch.optim.SGD(trainer.module.parameters(), 0.05)
+        if follow:
+            state.follow(trainer.optimizer)
+        seen.append(at_rates(trainer, state, SCHEDULE))
+    assert_all_same(*seen, "followed")
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------
 
 
-def resumed(rank: int, world: int, after: bool) -> list[list[dict[str, Any]]]:
+@pytest.mark.parametrize("after", [False, True])
+@on_ranks(2)
+def test_a_resumed_run_knows_the_last_rates(rank: int, world: int, after: bool) -> None:
     """Whole, and in two parts; the rate changes just between them."""
     out = []
     for parts in (1, 2):
@@ -112,9 +106,7 @@ def resumed(rank: int, world: int, after: bool) -> list[list[dict[str, Any]]]:
         saved: dict[str, Any] | None = None
         weights: dict[str, Any] = {}
         for part in range(parts):
-            trainer = Trainer(CASES["cap-small"], rank)
-            state = sidcomp.State("topk", density=0.05)
-            register(trainer.wrapper, state)
+            trainer, state = begin(rank, codec="topk", density=0.05)
             if not after:
                 state.follow(trainer.optimizer)
             if saved is not None:
@@ -124,27 +116,17 @@ def resumed(rank: int, world: int, after: bool) -> list[list[dict[str, Any]]]:
                 trainer.steps = 9
             if after:
                 state.follow(trainer.optimizer)
-            for rate in SCHEDULE if parts == 1 else (SCHEDULE[:9], SCHEDULE[9:])[part]:
-                trainer.optimizer.param_groups[0]["lr"] = rate
-                trainer.step()
-                seen.append(everything(trainer, state))
+            rates = SCHEDULE if parts == 1 else (SCHEDULE[:9], SCHEDULE[9:])[part]
+            seen += at_rates(trainer, state, rates)
             saved = state.state_dict()
             assert set(saved["rates"].values()) == {0.001 if part == parts - 1 else 0.004}
             weights = {
                 "model": {n: t.clone() for n, t in trainer.module.state_dict().items()},
                 "optimizer": trainer.optimizer.state_dict(),
             }
-            trainer.close()
-            state.close()
         out.append(seen)
-    return out
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_a_resumed_run_knows_the_last_rates(after: bool) -> None:
-    for whole, parts in run(resumed, 2, after):
-        for i, (got, want) in enumerate(zip(parts, whole, strict=True)):
-            assert_same(got, want, f"step {i}")
+    whole, in_parts = out
+    assert_all_same(in_parts, whole, "resumed")
 
 
 # ---- groups that change ----------------------------------------------------------------------------
@@ -168,25 +150,8 @@ def test_nothing_is_lost_when_groups_and_rates_change(
         candidates = {0: labels.index("topk density=0.05 over twoshot")}
         candidates[1] = next(i for i, label in enumerate(labels) if "density=0.05 over hierarchical" in label)
         plan = [Regime(g.rule, tuple(candidates.get(w, w) for w in g.candidates)) for g in plan]
-    rates = [
-        0.05,
-        0.05,
-        0.05,
-        0.02,
-        0.1,
-        0.03,
-        0.01,
-        0.01,
-        0.2,
-        0.02,
-        0.03,
-        0.0301,
-        0.1,
-        0.02,
-        0.005,
-        0.05,
-        0.01,
-    ]
+    rates = [0.05, 0.05, 0.05, 0.02, 0.1, 0.03, 0.01, 0.01, 0.2, 0.02, 0.03, 0.0301, 0.1, 0.02, 0.005]
+    rates += [0.05, 0.01]
     given = {n: torch.zeros_like(t) for n, t in r.fed.items()}
     taken = {n: torch.zeros_like(t) for n, t in r.fed.items()}
     worst = kept_most = 0.0
@@ -217,20 +182,16 @@ def test_nothing_is_lost_when_groups_and_rates_change(
                     mine -= world * kept[-1].view(mine.shape)
             torch.distributed.all_reduce(mine)
             worst = max(worst, float((mine - taken[name]).abs().max()))
-    r = {"worst": worst, "kept": kept_most, "error": r.state.error is not None}
-    assert not r["error"]
-    assert r["kept"] > 0.05, "the test did not have a residual to lose"
-    assert r["worst"] < 2e-5
+    assert r.state.error is None
+    assert kept_most > 0.05, "the test did not have a residual to lose"
+    assert worst < 2e-5
 
 
 # ---- several rates, and what is refused ------------------------------------------------------------
 
 
 def two_rates(rank: int, world: int, apart: bool, optimizers: int = 1) -> tuple[list[float], list[str]]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("sidcomp").addHandler(handler)
+    lines = logged()
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(40, 30), nn.Identity(), nn.Linear(30, 20))
     ddp = nn.parallel.DistributedDataParallel(module)
@@ -251,9 +212,8 @@ def two_rates(rank: int, world: int, apart: bool, optimizers: int = 1) -> tuple[
     groups[0]["lr"] = 0.3
     ddp(torch.ones(2, 40)).sum().backward()
     carries += [g.stage.carry for g in state.engine.layout.groups]
-    logging.getLogger("sidcomp").removeHandler(handler)
     state.close()
-    return carries, [r for r in records if "learning rates" in r]
+    return carries, [line for line in lines if "learning rates" in line]
 
 
 def test_groups_follow_their_own_rates() -> None:
@@ -266,11 +226,9 @@ def test_groups_follow_their_own_rates() -> None:
     assert len(warned) == 1 and "0.weight" in warned[0]
 
 
-def refused(rank: int, world: int) -> list[str]:
-    said = []
-    trainer = Trainer(CASES["default"], rank)
-    state = sidcomp.State("topk", density=0.1)
-    register(trainer.wrapper, state)
+@on_ranks(2)
+def test_what_cannot_be_followed_is_refused(rank: int, world: int) -> None:
+    trainer, state = begin(rank, "default", codec="topk", density=0.1)
     for wrong in (object(), nn.Linear(2, 2)):
         with pytest.raises(sidcomp.ArgumentError, match="param_groups"):
             state.follow(wrong)  # type: ignore[arg-type]
@@ -284,7 +242,7 @@ def refused(rank: int, world: int) -> list[str]:
     trainer.optimizer.param_groups[0]["lr"] = math.nan
     with pytest.raises(RuntimeError, match="lr of"):
         trainer.backward(0, "sync")
-    said.append(repr(state.error))
+    assert isinstance(state.error, sidcomp.ArgumentError)
     trainer.optimizer.param_groups[0]["lr"] = 0.05
     trainer.step()
     with pytest.raises(sidcomp.ArgumentError, match="none of the DDP model's"):
@@ -311,14 +269,11 @@ def refused(rank: int, world: int) -> list[str]:
     state.close()
     with pytest.raises(sidcomp.SetupError, match="closed"):
         state.follow(trainer.optimizer)
-    return said
 
 
 @on_ranks(1)
 def test_what_is_loaded_owes_at_its_own_rate(rank: int, world: int) -> None:
-    trainer = Trainer(CASES["cap-tiny"], rank)
-    state = sidcomp.State("topk", density=0.1)
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, "cap-tiny", codec="topk", density=0.1)
     state.follow(trainer.optimizer)
     before: dict[str, object] = {}
     seen = []
@@ -331,14 +286,7 @@ def test_what_is_loaded_owes_at_its_own_rate(rank: int, world: int) -> None:
         trainer.step()
         assert state.engine.layout is not None
         seen.append([g.stage.carry for g in state.engine.layout.groups])
-    trainer.close()
-    state.close()
     assert [set(carries) for carries in seen] == [{1.0}, {1.0}, {2.0}, {2.0}, {4.0}]
-
-
-def test_what_cannot_be_followed_is_refused() -> None:
-    for said in run(refused, 2):
-        assert said and "ArgumentError" in said[0]
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -376,11 +324,9 @@ WRAPPED: dict[str, Any] = {
 
 def wrapped(rank: int, world: int, how: str) -> list[dict[str, Any]]:
     """A rate that changes, and a step that the scaler skips; the program steps the wrapper."""
-    trainer = Trainer(CASES["cap-small"], rank)
+    trainer, state = begin(rank, codec="topk", density=0.05)
     sgd, scaler = trainer.optimizer, torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = WRAPPED[how](sgd)
-    state = sidcomp.State("topk", density=0.05)
-    register(trainer.wrapper, state)
     state.follow(optimizer, None if how == "bare" else scaler)  # which needs param_groups
     seen = []
     for step, rate in enumerate((0.05, 0.02, 0.02, 0.1)):
@@ -398,8 +344,6 @@ def wrapped(rank: int, world: int, how: str) -> list[dict[str, Any]]:
         seen.append(everything(trainer, state))
     assert state.engine.rates is not None and state.engine.rates.optimizers == (sgd,)
     assert state.engine.step == (4 if how == "bare" else 3), "the step that was skipped is discarded"
-    trainer.close()
-    state.close()
     return seen
 
 
@@ -407,8 +351,7 @@ def test_the_optimizer_inside_a_wrapper_is_followed() -> None:
     (plain,) = run(wrapped, 1, "itself")
     for how in list(WRAPPED)[1:-1]:
         (mine,) = run(wrapped, 1, how)
-        for step, (got, want) in enumerate(zip(mine, plain, strict=True)):
-            assert_same(got, want, f"{how}, step {step}")
+        assert_all_same(mine, plain, how)
     run(wrapped, 1, "bare")
 
 

@@ -17,10 +17,13 @@ from typing import Any
 
 import pytest
 import sidcomp
+import test_auto
 import torch
 import torch.distributed as dist
 from cases import CASES, Case, Scrambled, Trainer, square
+from common import begin
 from harness import on_ranks, run
+from heard import warned
 from local_training import KINDS, updates
 from sidcomp.autotune import measurement
 from sidcomp.config.exchange_choice import MessagePlan
@@ -41,24 +44,23 @@ def said() -> list[str]:
     return [line.removeprefix("sidcomp: ") for line in lines if line.startswith("sidcomp: ")]
 
 
-def trained(rank: int, arguments: dict[str, Any], steps: int = 3, case: str = "cap-small") -> dict[str, Any]:
-    trainer = Trainer(CASES[case], rank)
-    state = sidcomp.State(**arguments)
-    register(trainer.wrapper, state)
+def trained(rank: int, arguments: dict[str, Any], steps: int) -> dict[str, Any]:
+    trainer, state = begin(rank, **arguments)
     for _ in range(steps):
         trainer.step()
     stats = state.stats()
     trainer.close()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         state.close()
-    return {"said": said(), "warned": [str(w.message) for w in caught], "stats": stats}
+    return {"said": said(), "warned": caught, "stats": stats}
 
 
-def first_line(rank: int, world: int, arguments: dict[str, Any], runs: int = 1) -> dict[str, Any]:
+def first_line(
+    rank: int, world: int, arguments: dict[str, Any], runs: int = 1, steps: int = 1
+) -> dict[str, Any]:
     for _ in range(runs - 1):
         trained(rank, arguments, steps=2)
-    return trained(rank, arguments, steps=1)
+    return trained(rank, arguments, steps)
 
 
 def test_the_first_step_says_what_is_compressed() -> None:
@@ -98,19 +100,15 @@ def test_codecs_that_compress_nothing_say_so() -> None:
 
 
 def everything_excluded(rank: int, world: int, strict: bool) -> str:
-    trainer = Trainer(CASES["default"], rank)
-    state = sidcomp.State(**SPARSE, exclude="*")
-    register(trainer.wrapper, state)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    trainer, state = begin(rank, "default", **SPARSE, exclude="*")
+    with warned() as caught:
         if strict:
             with sidcomp.strict(), pytest.raises(RuntimeError, match="nothing is compressed") as failed:
                 trainer.step()
             assert isinstance(failed.value.__cause__, sidcomp.StrictError)
             assert isinstance(state.error, sidcomp.StrictError)
         trainer.step()
-    trainer.close()
-    return "\n".join(str(w.message) for w in caught)
+    return "\n".join(caught)
 
 
 def test_a_lossy_codec_that_gets_nothing_warns() -> None:
@@ -179,8 +177,7 @@ def test_where_nothing_helps_the_first_line_says_so() -> None:
 
 
 def unused(rank: int, world: int, how: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         state = sidcomp.State(**SPARSE)
         if how == "strict":
             with sidcomp.strict(), pytest.raises(sidcomp.StrictError, match="0 steps"):
@@ -194,7 +191,7 @@ def unused(rank: int, world: int, how: str) -> list[str]:
             with pytest.raises(KeyError), state:
                 raise KeyError("an error of the program")
         del state
-    return [str(w.message) for w in caught]
+    return caught
 
 
 @pytest.mark.parametrize(
@@ -209,12 +206,8 @@ def test_a_state_that_served_nothing_warns(how: str, words: str) -> None:
     assert not other or how == "closed", "one rank says it"
 
 
-def undecided(rank: int, world: int) -> dict[str, Any]:
-    return trained(rank, {"codec": "auto"}, steps=3)
-
-
 def test_auto_says_that_it_measures_and_that_it_has_not_decided() -> None:
-    ours, other = run(undecided, 2)
+    ours, other = run(first_line, 2, {"codec": "auto"}, 1, 3)
     assert any("measures during the first steps" in line for line in ours["said"]) and not other["said"]
     (text,) = ours["warned"]
     assert "after 3 steps, before it had decided" in text
@@ -225,9 +218,7 @@ def test_auto_says_that_it_measures_and_that_it_has_not_decided() -> None:
 
 
 def failing(rank: int, world: int, when: str) -> tuple[str, str]:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State(**SPARSE)
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, **SPARSE)
     trainer.step()
     trainer.step()
     if when == "closed":
@@ -247,8 +238,6 @@ def failing(rank: int, world: int, when: str) -> tuple[str, str]:
     error = caught.value
     assert type(error) is RuntimeError and isinstance(error.__cause__, sidcomp.SidcompError)
     assert str(error.__cause__) == str(error)
-    trainer.close()
-    state.close()
     return type(error.__cause__).__name__, str(error)
 
 
@@ -276,20 +265,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def wrong(rank: int, world: int) -> list[str]:
-    texts = []
-    for arguments, _ in WRONG:
-        trainer = Trainer(CASES["default"], rank)
-        with pytest.raises(sidcomp.SetupError) as caught:
-            register(trainer.wrapper, sidcomp.State(**arguments))
-        texts.append(str(caught.value))
-        trainer.close()
-    return texts
-
-
-def test_wrong_names_are_found_by_register() -> None:
-    for text, (_, words) in zip(run(wrong, 1)[0], WRONG, strict=True):
-        assert words in text
+@on_ranks(1)
+def test_wrong_names_are_found_by_register(rank: int, world: int) -> None:
+    for arguments, words in WRONG:
+        with pytest.raises(sidcomp.SetupError, match=re.escape(words)):
+            begin(rank, "default", **arguments)
 
 
 @pytest.mark.parametrize(
@@ -322,26 +302,21 @@ def test_an_unknown_preset_gets_a_suggestion() -> None:
 
 
 def scaled(rank: int, world: int, told: str) -> list[str]:
-    trainer = Trainer(CASES["default"], rank)
+    trainer, state = begin(rank, "default", **SPARSE)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=told != "disabled")
-    state = sidcomp.State(**SPARSE)
-    register(trainer.wrapper, state)
     if told == "followed":
         state.follow(trainer.optimizer, scaler)
     elif told == "unseen":
         state.follow(trainer.optimizer)
     elif told == "by hand":
         state.update_scale(8.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for _ in range(engines._LOOK_AT + 2):
             trainer.optimizer.zero_grad()
             scaler.scale(trainer.wrapper(torch.ones(4, 12)).sum()).backward()
             scaler.step(trainer.optimizer)
             scaler.update()
-    trainer.close()
-    state.close()
-    return [str(w.message) for w in caught]
+    return caught
 
 
 @pytest.mark.parametrize("told", ["followed", "by hand", "disabled", "unseen", "nothing"])
@@ -356,10 +331,8 @@ def test_a_gradscaler_that_nobody_named_is_noticed_once(told: str) -> None:
 def test_a_gradscaler_that_is_not_enabled_is_none(rank: int, world: int) -> None:
     """A scaler that does nothing changes nothing: neither what is followed nor what a step keeps."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    trainer = Trainer(CASES["default"], rank)
+    trainer, state = begin(rank, "default", **SPARSE)
     optimizer = trainer.optimizer
-    state = sidcomp.State(**SPARSE)
-    register(trainer.wrapper, state)
     with sidcomp.strict():
         state.follow(optimizer, scaler)
         trainer.step()
@@ -377,7 +350,6 @@ def test_a_gradscaler_that_is_not_enabled_is_none(rank: int, world: int) -> None
             rates = it.state.engine.rates
             assert rates is not None and len(rates.optimizers) == 2
             second(torch.ones(4, 12)).sum().backward()
-    trainer.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -405,14 +377,10 @@ def test_a_gradscaler_beside_updates_raises_no_alarm(rank: int, world: int, kind
 
 @on_ranks(1)
 def test_follow_checks_the_optimizer(rank: int, world: int) -> None:
-    trainer = Trainer(CASES["default"], rank)
+    trainer, state = begin(rank, "default", **SPARSE)
     adam = torch.optim.Adam(trainer.module.parameters())
-    state = sidcomp.State(**SPARSE)
-    register(trainer.wrapper, state)
     with sidcomp.strict(), pytest.raises(sidcomp.StrictError, match="Adam divides by the size"):
         state.follow(adam)
-    trainer.close()
-    state.close()
     doubled = sidcomp.State("topk", memory="dgc")
     with pytest.warns(sidcomp.SidcompWarning, match="applies momentum"):
         doubled.follow(trainer.optimizer)
@@ -421,18 +389,14 @@ def test_follow_checks_the_optimizer(rank: int, world: int) -> None:
 @on_ranks(1)
 def test_a_hook_that_is_never_called_is_noticed(rank: int, world: int) -> None:
     """A framework wraps the module in another DDP, whose hook is torch's own."""
-    trainer = Trainer(CASES["default"], rank)
-    state = sidcomp.State(**SPARSE)
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, "default", **SPARSE)
     state.follow(trainer.optimizer)
     trainer.wrapper = DDP(trainer.module)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for _ in range(optimizer_watch._MOST_STEPS + 3):
             trainer.optimizer.step()
     trainer.close()
-    ours = [str(w.message) for w in caught]
-    assert len(ours) == 1 and "no gradient has reached sidcomp" in ours[0]
+    assert len(caught) == 1 and "no gradient has reached sidcomp" in caught[0]
 
 
 def changed(rank: int, world: int, how: str) -> list[str]:
@@ -448,15 +412,14 @@ def changed(rank: int, world: int, how: str) -> list[str]:
             register(ddp, state)
         return []
     register(ddp, state)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for step in range(5):
             if step == 2 and how == "unfrozen":
                 module.norm.bias.requires_grad_(True)
             ddp(torch.ones(4, 12)).square().sum().backward()
     del ddp
     state.close()
-    return [str(w.message) for w in caught if "DDP" in str(w.message)]
+    return [text for text in caught if "DDP" in text]
 
 
 def test_a_module_that_changes_after_it_was_wrapped_is_noticed() -> None:
@@ -467,15 +430,10 @@ def test_a_module_that_changes_after_it_was_wrapped_is_noticed() -> None:
 
 
 def static(rank: int, world: int) -> list[str]:
-    trainer = Trainer(Case(Scrambled, square, ddp={"static_graph": True}), rank)
-    state = sidcomp.State(**SPARSE)
-    register(trainer.wrapper, state)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with trainer.wrapper.no_sync():
-            trainer.wrapper(torch.ones(4, 12))
-    trainer.close()
-    return [str(w.message) for w in caught]
+    trainer, _ = begin(rank, Case(Scrambled, square, ddp={"static_graph": True}), **SPARSE)
+    with warned() as caught, trainer.wrapper.no_sync():
+        trainer.wrapper(torch.ones(4, 12))
+    return caught
 
 
 def test_no_sync_in_the_first_iteration_of_a_static_graph_is_noticed() -> None:
@@ -497,15 +455,15 @@ def shown(rank: int, world: int, room: str) -> tuple[str, str, dict[str, Any], l
         trainer.step()
     state.timeline(f"{room}/{rank}.json")
     state.plot(f"{room}/{rank}.png")
-    found = before, state.explain(), state.stats(), said()
-    trainer.close()
-    state.close()
-    return found
+    return before, state.explain(), state.stats(), said()
 
 
 def test_a_named_codec_is_explained_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for rank, (before, text, stats, _) in enumerate(run(shown, 2, str(tmp_path))):
+    for rank, (before, text, stats, lines) in enumerate(run(shown, 2, str(tmp_path))):
+        assert len(lines) == (rank == 0), (
+            "once, also where DDP forms its buckets anew, and the groups with them"
+        )
         assert "train some steps first" in before
         assert "topk density=0.05 compresses 4 of 9 tensors" in text and "4 steps" in text
         for kind in ("encode", "exchange", "decode"):
@@ -518,33 +476,19 @@ def test_a_named_codec_is_explained_and_drawn(tmp_path: Path) -> None:
         assert len([e for e in events if e.get("dur", 0) > 0]) >= 3 * len(stats["groups"])
 
 
-def test_the_first_line_is_said_once(tmp_path: Path) -> None:
-    """Also where DDP forms its buckets anew, and the groups with them."""
-    ours = run(shown, 2, str(tmp_path))[0]
-    assert len(ours[3]) == 1
-
-
 def logged(rank: int, world: int) -> tuple[list[dict[str, float]], list[float], dict[str, Any]]:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State(**SPARSE)
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, **SPARSE)
     seen = [state.log()]
     for steps in (3, 2, 0):
         for _ in range(steps):
             trainer.step()
         seen.append(state.log(norms=steps != 2))
-    kept = state.state_dict()["residuals"].values()
-    gradient = torch.cat([p.grad.flatten() for p in trainer.module.parameters()])  # type: ignore[union-attr]
     trainer.step()
     seen.append(state.log())
-    norms = [float(torch.cat([v[0] for v in kept]).norm()), float(gradient.norm())]
     kept = state.state_dict()["residuals"].values()
     gradient = torch.cat([p.grad.flatten() for p in trainer.module.parameters()])  # type: ignore[union-attr]
-    norms += [float(torch.cat([v[0] for v in kept]).norm()), float(gradient.norm())]
-    stats = state.stats()
-    trainer.close()
-    state.close()
-    return seen, norms, stats
+    norms = [float(torch.cat([v[0] for v in kept]).norm()), float(gradient.norm())]
+    return seen, norms, state.stats()
 
 
 def test_a_flat_dictionary_for_training_logs() -> None:
@@ -557,16 +501,14 @@ def test_a_flat_dictionary_for_training_logs() -> None:
     }  # fmt: skip
     wire = 3 * first["sidcomp/wire_bytes"] + 2 * second["sidcomp/wire_bytes"] + last["sidcomp/wire_bytes"]
     assert wire == pytest.approx(stats["wire_bytes"])
-    assert last["sidcomp/residual_norm"] == pytest.approx(norms[2], rel=1e-5)
-    assert last["sidcomp/gradient_norm"] == pytest.approx(norms[3], rel=1e-5)
-    assert last["sidcomp/residual_over_gradient"] == pytest.approx(norms[2] / norms[3], rel=1e-5)
+    assert last["sidcomp/residual_norm"] == pytest.approx(norms[0], rel=1e-5)
+    assert last["sidcomp/gradient_norm"] == pytest.approx(norms[1], rel=1e-5)
+    assert last["sidcomp/residual_over_gradient"] == pytest.approx(norms[0] / norms[1], rel=1e-5)
     assert all(last[f"sidcomp/{kind}_ms"] > 0 for kind in ("encode", "wait", "decode"))
 
 
 def profiled(rank: int, world: int) -> tuple[set[str], int]:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State(**SPARSE)
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, **SPARSE)
     for _ in range(3):
         trainer.step()
     # A group is decoded in a thread of the backend, which the profiler leaves out by default.
@@ -578,10 +520,7 @@ def profiled(rank: int, world: int) -> tuple[set[str], int]:
     names = {event.name for event in profile.events() if event.name.startswith("sidcomp")}
     trainer.step()
     assert not state.engine.current.profiled, "a step without a profiler pays for ranges"
-    groups = len(state.stats()["groups"])
-    trainer.close()
-    state.close()
-    return names, groups
+    return names, len(state.stats()["groups"])
 
 
 def test_the_profiler_shows_encode_exchange_and_decode() -> None:
@@ -607,8 +546,6 @@ def test_planned_groups_are_measured_over_the_exchange_that_they_take() -> None:
 
 
 def decided(rank: int, world: int) -> list[str]:
-    import test_auto
-
     with test_auto.Training(rank, candidates=["topk"], slow=test_auto.SLOW_DENSE) as t:
         t.until_it_settles()
     return said()
@@ -627,8 +564,6 @@ def test_auto_says_what_it_is_doing_and_what_it_has_decided() -> None:
 
 
 def with_many_stages(rank: int, world: int) -> list[str]:
-    import test_auto
-
     with test_auto.Training(rank, candidates=["topk"], slow=test_auto.SLOW_DENSE) as t:
         t.step()
         controller: Any = t.state.engine.tuner
@@ -647,20 +582,17 @@ def test_the_lines_of_progress_end_after_a_few() -> None:
 
 def without_room(rank: int, world: int) -> list[str]:
     """The warnings about room in a run of auto, which begins without compression."""
-    import test_auto
-
     with (
-        warnings.catch_warnings(record=True) as caught,
+        warned() as caught,
         test_auto.Training(
             rank, candidates=[("lossless", {"bits": 3, "exceptions": 0.0})], slow=test_auto.SLOW_DENSE
         ) as t,
     ):
-        warnings.simplefilter("always")
         while t.state.plan_report()["stage"] != "settled":
             t.step()
         for _ in range(20):
             t.step()
-    return [str(w.message) for w in caught if "has no room" in str(w.message)]
+    return [text for text in caught if "has no room" in text]
 
 
 def test_auto_tells_what_has_no_room_once_it_has_decided() -> None:
@@ -671,16 +603,11 @@ def test_auto_tells_what_has_no_room_once_it_has_decided() -> None:
 
 def outgrown(rank: int, world: int, arguments: dict[str, Any], steps: int) -> list[str]:
     """The warnings about eta_s in a run."""
-    trainer = Trainer(CASES["default"], rank)
-    state = sidcomp.State("marsit", memory="compensation", **arguments)
-    register(trainer.wrapper, state)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    trainer, _ = begin(rank, "default", codec="marsit", memory="compensation", **arguments)
+    with warned() as caught:
         for _ in range(steps):
             trainer.step()
-    trainer.close()
-    state.close()
-    return [str(w.message) for w in caught if "eta_s" in str(w.message)]
+    return [text for text in caught if "eta_s" in text]
 
 
 @pytest.mark.parametrize(
@@ -705,9 +632,7 @@ def test_signs_too_small_for_the_gradients_are_named(
 
 @on_ranks(2, group_timeout=20)
 def test_under_strict_all_ranks_raise_what_one_ranks_signs_show(rank: int, world: int) -> None:
-    trainer = Trainer(CASES["default"], rank)
-    state = sidcomp.State("marsit", memory="compensation", eta_s=1e-7)
-    register(trainer.wrapper, state)
+    trainer, _ = begin(rank, "default", codec="marsit", memory="compensation", eta_s=1e-7)
     if rank == 0:
         engines.outgrown = lambda *_: None
     with sidcomp.strict():
@@ -716,8 +641,6 @@ def test_under_strict_all_ranks_raise_what_one_ranks_signs_show(rank: int, world
         with pytest.raises(RuntimeError, match="StrictError: eta_s" if rank == 0 else "eta_s=1e-07 is too"):
             trainer.step()
         trainer.step()
-    trainer.close()
-    state.close()
 
 
 # ---- copies and conversions --------------------------------------------------------------------------------
@@ -733,16 +656,15 @@ def copied(rank: int, world: int) -> dict[str, list[str]]:
         ("static", {"static_graph": True}, 0),
         ("after", {}, 2),
     ):
-        trainer = Trainer(Case(Scrambled, square, ddp=ddp_arguments), rank)
-        state = sidcomp.State("auto" if name == "after" else "topk")
-        register(trainer.wrapper, state)
+        trainer, state = begin(
+            rank, Case(Scrambled, square, ddp=ddp_arguments), codec="auto" if name == "after" else "topk"
+        )
         scaler = torch.amp.GradScaler("cuda", enabled=False)
         scaler._enabled, scaler._per_optimizer_states = True, defaultdict(dict)  # as on a machine with a GPU
         if name == "before":
             state.follow(trainer.optimizer, scaler)
             assert state._forward is not None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as caught:
             for _ in range(when):
                 trainer.step()
             averages = torch.optim.swa_utils.AveragedModel(trainer.wrapper)
@@ -759,13 +681,13 @@ def copied(rank: int, world: int) -> dict[str, list[str]]:
             averages(x).sum()
             del averages
             gc.collect()
-            said[name] = [str(w.message) for w in caught]
+            said[name] = [*caught]
             caught.clear()
             for _ in range(2):
                 clone(x).sum().backward()
             del clone
             gc.collect()
-            said[f"{name}, trains"] = [str(w.message) for w in caught]
+            said[f"{name}, trains"] = caught
         assert state.stats()["steps"] == 2 + when
         trainer.close()
         with warnings.catch_warnings():
@@ -773,10 +695,9 @@ def copied(rank: int, world: int) -> dict[str, list[str]]:
             state.close()
     kept = pickle.loads(pickle.dumps(sidcomp.State("topk")))
     register(DDP(Scrambled()), kept)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         kept.close()
-    said["registered, and not trained"] = [str(w.message) for w in caught]
+    said["registered, and not trained"] = caught
     return said
 
 
@@ -822,8 +743,7 @@ def converted(rank: int, world: int, how: str) -> list[str]:
         module = layers()
         ddp = DDP(module)
         state = sidcomp.State(**SPARSE)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as caught:
             register(ddp, state)
             for _ in range(steps):
                 forward(module, ddp).backward()
@@ -839,7 +759,7 @@ def converted(rank: int, world: int, how: str) -> list[str]:
                     forward(module, ddp).backward()
                     assert len(caught) == (rank == 0 and (step > 0 or how != "and back")), step
             assert state.stats()["steps"] == steps, "DDP has not called the hook again"
-            found += [str(w.message) for w in caught]
+            found += caught
             warnings.simplefilter("ignore")
             state.close()
             if how != "and back":  # which leaves nothing to see before a forward pass

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-import torch.distributed as dist
-from cases import CASES, Case, Mixed, Scrambled, Trainer, bits, square
+from cases import CASES, Case, Mixed, Scrambled, Trainer, square
 from common import (
     CODECS,
     GATHERED,
@@ -19,8 +18,9 @@ from common import (
     LOSSY,
     PLAIN,
     STEADY,
+    assert_alike,
+    begin,
     groups_of,
-    make_state,
     residuals_of,
     with_density,
 )  # fmt: skip
@@ -52,27 +52,12 @@ def poisoned(parameter: str, value: float, culprit: int) -> Any:
     return loss
 
 
-class Once:
-    """Removes tensor hooks after the step: a hook of `poisoned` must act once only."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-
-    def clear(self) -> None:
-        for _, p in self.trainer.named():
-            if p._backward_hooks:
-                p._backward_hooks.clear()
-
-
 def nonfinite_step(
     rank: int, world: int, codec: str, groups: str | int, memory: str, value: float, half: bool
 ) -> None:
     parameter = "b2" if half else "second.weight"
     case = Case(Mixed if half else Scrambled, poisoned(parameter, value, 1), ddp={"bucket_cap_mb": 0.001})
-    trainer = Trainer(case, rank)
-    state = make_state(groups, trainer.module, codec=codec, memory=memory, **SETTINGS.get(codec, {}))
-    register(trainer.wrapper, state)
-    once = Once(trainer)
+    trainer, state = begin(rank, case, groups, codec=codec, memory=memory, **SETTINGS.get(codec, {}))
     local = Trainer(case, rank, ddp=False)
     for _ in range(BAD_STEP):
         trainer.step()
@@ -84,15 +69,15 @@ def nonfinite_step(
     trainer.optimizer.zero_grad()
     trainer.steps = local.steps = BAD_STEP
     trainer.backward(0, "sync")
-    once.clear()
+    for _, p in trainer.named():
+        if p._backward_hooks:  # those of `poisoned`, which act once only
+            p._backward_hooks.clear()
     nonfinite = {n for g in groups_of(state) if parameter in g["names"] for n in g["names"]}
     got = trainer.gradients()
     bad = {n for n, g in got.items() if g is not None and not g.isfinite().all()}
     assert parameter in bad, f"{bad} on rank {rank}"
     assert bad <= nonfinite, f"{bad - nonfinite} is not finite, but of other groups"
-    everywhere: list[Any] = [None] * world
-    dist.all_gather_object(everywhere, {n: bits(g) for n, g in got.items()})
-    assert all(e == everywhere[0] for e in everywhere), "the ranks do not see the same values in this step"
+    assert_alike(got, "the ranks do not see the same values in this step")
     # The memory of the group that is not finite is as it was: to one rounding of acc, never farther off than
     # it was from zero. The other groups forget their residual, for the step is thrown away and they have one
     # state.
@@ -118,10 +103,7 @@ def nonfinite_step(
     for _ in range(3):
         trainer.step()
     assert all(g is None or g.isfinite().all() for g in trainer.gradients().values())
-    dist.all_gather_object(everywhere, {n: bits(v) for n, v in trainer.snapshot().items()})
-    assert all(e == everywhere[0] for e in everywhere)
-    trainer.close()
-    state.close()
+    assert_alike(trainer.snapshot())
 
 
 @pytest.mark.many
@@ -180,21 +162,18 @@ def test_grad_scaler_leaves_out_the_step(rank: int, world: int, codec: str) -> N
             assert torch.equal(r, kept[n] * factors[-1]), (
                 f"step {step}: {n} was not rescaled by {factors[-1]}"
             )
-        everywhere: list[Any] = [None] * world
-        dist.all_gather_object(everywhere, [bits(p) for p in module.parameters()])
-        assert all(e == everywhere[0] for e in everywhere)
+        assert_alike(dict(module.named_parameters()))
     ddp = None
     state.close()
-    found = {"skipped": skipped, "losses": losses, "factors": factors}
-    assert found["skipped"] == [6, 17]
-    assert set(found["factors"]) == {0.5, 1.0, 2.0}
-    assert found["losses"][-1] < 0.6 * found["losses"][0], found["losses"]
+    assert skipped == [6, 17]
+    assert set(factors) == {0.5, 1.0, 2.0}
+    assert losses[-1] < 0.6 * losses[0], losses
 
 
-def rescaled(rank: int, world: int, codec: str) -> None:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State(codec=codec, memory="residual", **SETTINGS.get(codec, {}))
-    register(trainer.wrapper, state)
+@pytest.mark.parametrize("codec", LOSSY)
+@on_ranks(2)
+def test_rescale(rank: int, world: int, codec: str) -> None:
+    trainer, state = begin(rank, codec=codec, memory="residual", **SETTINGS.get(codec, {}))
     state.update_scale(1024.0)  # nothing is kept yet: only noted
     for _ in range(3):
         trainer.step()
@@ -218,26 +197,15 @@ def rescaled(rank: int, world: int, codec: str) -> None:
     state.update_scale(torch.tensor(256.0))  # type: ignore[arg-type]
     assert all(torch.equal(r, kept[n]) for n, r in residuals_of(state).items())
     trainer.step()
-    trainer.close()
-    state.close()
-
-
-@pytest.mark.parametrize("codec", LOSSY)
-def test_rescale(codec: str) -> None:
-    run(rescaled, 2, codec)
 
 
 @on_ranks(2)
 def test_the_scale_travels_with_the_checkpoint(rank: int, world: int) -> None:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State()
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank)
     for _ in range(2):
         trainer.step()
         state.update_scale(64.0)
     saved = state.state_dict()
-    trainer.close()
-    state.close()
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State()
     state.load_state_dict(saved)
@@ -255,26 +223,15 @@ def test_the_scale_travels_with_the_checkpoint(rank: int, world: int) -> None:
 def test_the_memory_survives_the_largest_gradients(rank: int, world: int, codec: str) -> None:
     """Gradients that are finite on every rank, but too large for the codec's body or the sum."""
     big = torch.finfo(torch.float32).max
-
-    def huge(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
-        return square(model, x, step, rank)
-
-    trainer = Trainer(Case(Scrambled, huge), rank)
-    state = sidcomp.State(codec=codec, **SETTINGS.get(codec, {}))
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, Case(Scrambled, square), codec=codec, **SETTINGS.get(codec, {}))
     handles = [p.register_hook(lambda g: g.sign() * big) for _, p in trainer.named()]
     trainer.optimizer.zero_grad()
     trainer.backward(0, "sync")
     for handle in handles:
         handle.remove()
-    got = trainer.gradients()
-    everywhere: list[Any] = [None] * world
-    dist.all_gather_object(everywhere, {n: bits(g) for n, g in got.items()})
-    assert all(e == everywhere[0] for e in everywhere)
+    assert_alike(trainer.gradients())
     assert all(r.isfinite().all() for r in residuals_of(state).values())
     for _ in range(3):
         trainer.optimizer.zero_grad()
         trainer.backward(0, "sync")
         assert all(r.isfinite().all() for r in residuals_of(state).values())
-    trainer.close()
-    state.close()

@@ -13,8 +13,8 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from cases import CASES, Trainer
-from common import CODECS, GATHERED
-from harness import on_ranks, run
+from common import CODECS, GATHERED, begin
+from harness import on_ranks
 from sidcomp.doors.ddp import register, rewrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -42,14 +42,6 @@ class Complex(nn.Module):
         return self.out((x * self.phase).abs())
 
 
-def sparse_model() -> Any:
-    return DDP(Sparse())
-
-
-def complex_model() -> Any:
-    return DDP(Complex())
-
-
 def mixed_precision() -> Any:
     from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -63,12 +55,6 @@ def python_reducer() -> Any:
     return DDP(cases.Scrambled())
 
 
-def skipping() -> Any:
-    if "skip_all_reduce_unused_params" not in inspect.signature(DDP.__init__).parameters:
-        pytest.skip("this torch has no DDP(skip_all_reduce_unused_params=)")
-    return DDP(cases.Scrambled(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
-
-
 def optimizer_in_backward() -> Any:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -77,100 +63,60 @@ def optimizer_in_backward() -> Any:
     return DDP(module)
 
 
-def double_precision() -> Any:
-    return DDP(cases.Scrambled().double())
-
-
-# what is built, the words that the error must have, whether register() can see it
-UNSUPPORTED: dict[str, tuple[Callable[[], Any], list[str], bool]] = {
-    "sparse": (sparse_model, ["words", "sparse=False"], True),
-    "complex": (complex_model, ["phase", "complex", "real"], True),
-    "mixed_precision": (mixed_precision, ["mixed_precision"], True),
-    "python_reducer": (python_reducer, ["python reducer", "optimize_ddp"], True),
-    "skip_all_reduce_unused_params": (
-        skipping,
-        ["skip_all_reduce_unused_params", "find_unused_parameters"],
-        True,
+SKIPPING = "skip_all_reduce_unused_params"
+# what is built, and the words that the error must have
+UNSUPPORTED: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "sparse": (lambda: DDP(Sparse()), ["words", "sparse=False"]),
+    "complex": (lambda: DDP(Complex()), ["phase", "complex", "real"]),
+    "mixed_precision": (mixed_precision, ["mixed_precision"]),
+    "python_reducer": (python_reducer, ["python reducer", "optimize_ddp"]),
+    SKIPPING: (
+        lambda: DDP(cases.Scrambled(), find_unused_parameters=True, **{SKIPPING: True}),
+        [SKIPPING, "find_unused_parameters"],
     ),
-    "optimizer_in_backward": (optimizer_in_backward, ["optimizer", "backward"], True),
-    "float64": (double_precision, ["float64", "float32", "convert"], True),
+    "optimizer_in_backward": (optimizer_in_backward, ["optimizer", "backward"]),
+    "float64": (lambda: DDP(cases.Scrambled().double()), ["float64", "float32", "convert"]),
 }
+LACKS = pytest.mark.skipif(
+    SKIPPING not in inspect.signature(DDP.__init__).parameters, reason=f"this torch has no DDP({SKIPPING}=)"
+)
 
 
-def refuse(rank: int, world: int, what: str) -> list[str]:
-    build, _, early = UNSUPPORTED[what]
-    try:
-        ddp = build()
-    except pytest.skip.Exception as e:
-        return [f"skip: {e}"]
-    state = sidcomp.State(codec=GATHERED[0])
-    texts = []
-    try:
-        register(ddp, state)
-    except sidcomp.SidcompError as e:
-        texts.append(str(e))
-    assert bool(texts) == early, f"register() on {what}: {texts}"
-    if what == "mixed_precision":  # its own hook stands in the way of the plain registration, too
-        return texts
-    fresh = sidcomp.State(codec=GATHERED[0])
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[LACKS] * (what == SKIPPING)) for what in UNSUPPORTED]
+)
+@on_ranks(2)
+def test_refused_with_words_that_say_what_to_change(rank: int, world: int, what: str) -> None:
+    build, words = UNSUPPORTED[what]
+    ddp = build()
+    with pytest.raises(sidcomp.SidcompError) as caught:
+        register(ddp, sidcomp.State(codec=GATHERED[0]))
+    texts = [str(caught.value)]
     ddp = None
-    ddp = build() if what != "optimizer_in_backward" else None
-    if ddp is not None:
+    # mixed_precision: its own hook stands in the way of the plain registration, too
+    if what not in ("mixed_precision", "optimizer_in_backward"):
+        ddp = build()
         x = torch.randn(4, 12, generator=torch.Generator().manual_seed(rank))
         if what == "float64":
             x = x.double()
         if what == "sparse":
             x = x[:, 0] * 10
         with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
-            ddp.register_comm_hook(fresh, sidcomp.hook)
+            ddp.register_comm_hook(sidcomp.State(codec=GATHERED[0]), sidcomp.hook)
             ddp(x).sum().backward()
         texts.append(str(caught.value))
-    ddp = None
-    fresh.close()
-    state.close()
-    return texts
-
-
-@pytest.mark.parametrize("what", UNSUPPORTED)
-def test_refused_with_words_that_say_what_to_change(what: str) -> None:
-    words = UNSUPPORTED[what][1]
-    for texts in run(refuse, 2, what):
-        assert texts
-        if texts[0].startswith("skip"):
-            pytest.skip(texts[0])
-        for text in texts:
-            missing = [w for w in words if w not in text]
-            assert not missing, f"{missing} not in: {text}"
-
-
-def joined(rank: int, world: int) -> str:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State(codec=GATHERED[0])
-    register(trainer.wrapper, state)
-    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught, trainer.wrapper.join():
-        for _ in range(3 + rank):
-            trainer.step()
-    text = str(caught.value)
-    trainer.close()
-    return text
-
-
-def test_join_is_refused() -> None:
-    texts = run(joined, 2, group_timeout=10)
-    assert any("join" in text and "drop_last" in text for text in texts), texts
+    for text in texts:
+        missing = [w for w in words if w not in text]
+        assert not missing, f"{missing} not in: {text}"
 
 
 @on_ranks(2)
 def test_a_second_registration_is_refused(rank: int, world: int) -> None:
-    trainer = Trainer(CASES["default"], rank)
-    first, second = sidcomp.State(), sidcomp.State()
-    register(trainer.wrapper, first)
+    trainer, first = begin(rank, "default")
     with pytest.raises(sidcomp.SetupError, match="hook already"):
-        register(trainer.wrapper, second)
+        register(trainer.wrapper, sidcomp.State())
     trainer.step()  # the first one still works
     assert first.stats()["steps"] == 1
-    trainer.close()
-    first.close()
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -186,10 +132,7 @@ def test_one_state_on_two_models_is_refused(rank: int, world: int, plain: bool) 
                 register(trainer.wrapper, state)
         for trainer in trainers:
             trainer.step()
-    text = str(caught.value)
-    for trainer in trainers:
-        trainer.close()
-    assert "one DDP model" in text, text
+    assert "one DDP model" in str(caught.value), caught.value
 
 
 @on_ranks(2)
@@ -200,12 +143,8 @@ def test_one_state_on_a_second_model_later_is_refused(rank: int, world: int) -> 
     trainers[0].wrapper.register_comm_hook(state, sidcomp.hook)
     trainers[0].step()
     trainers[1].wrapper.register_comm_hook(state, sidcomp.hook)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="State of its own"):
         trainers[1].step()
-    text = str(caught.value)
-    for trainer in trainers:
-        trainer.close()
-    assert "State of its own" in text, text
 
 
 @on_ranks(2)
@@ -233,7 +172,6 @@ def test_a_process_group_of_other_ranks_than_ddps(rank: int, world: int) -> None
     if rank < 2:
         with pytest.raises(sidcomp.SetupError, match="process_group"):
             register(trainer.wrapper, sidcomp.State(process_group=pair))
-    trainer.close()
 
 
 @on_ranks(2)
@@ -326,25 +264,17 @@ EVERY = ["last.weight", "last.bias", "first.weight", "first.bias", "third.weight
 def test_names_that_do_not_fit_the_model(
     rank: int, world: int, arguments: dict[str, Any], words: list[str]
 ) -> None:
-    trainer = Trainer(CASES["default"], rank)
     with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
-        register(trainer.wrapper, sidcomp.State(**arguments))
-        trainer.step()
-    trainer.close()
-    text = str(caught.value)
-    missing = [w for w in words if w not in text]
-    assert not missing, f"{missing} not in: {text}"
+        begin(rank, "default", **arguments)[0].step()
+    missing = [w for w in words if w not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
 
 
 @on_ranks(2)
 def test_an_explicit_group_has_one_dtype(rank: int, world: int) -> None:
-    trainer = Trainer(CASES["mixed"], rank)
-    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
-        register(trainer.wrapper, sidcomp.State(groups=[[name for name, _ in trainer.named()]]))
-        trainer.step()
-    trainer.close()
-    text = str(caught.value)
-    assert "dtype" in text and "bfloat16" in text, text
+    names = [name for name, _ in cases.Mixed().named_parameters()]
+    with pytest.raises((RuntimeError, sidcomp.SidcompError), match=r"(?s)(?=.*dtype)(?=.*bfloat16)"):
+        begin(rank, "mixed", [names])[0].step()
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:

@@ -18,13 +18,13 @@ from common import (
     GROUPS,
     KINDS,
     LINEAR,
+    begin,
     defaults,
     groups_of,
     make_state,
     with_density,
 )
 from harness import on_ranks, run
-from sidcomp.doors.ddp import register
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SETTINGS: dict[str, dict[str, Any]] = with_density(CODECS, 0.05)
@@ -80,10 +80,8 @@ def payload_bytes(codec: str, n: int, dtype: str, settings: dict[str, Any], memo
 
 
 def counted(rank: int, world: int, name: str, codec: str, groups: str | int, checksum_every: int) -> None:
-    trainer = Trainer(CASES[name], rank)
     settings = SETTINGS.get(codec, {})
-    state = make_state(groups, trainer.module, codec=codec, checksum_every=checksum_every, **settings)
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, name, groups, codec=codec, checksum_every=checksum_every, **settings)
     wire = Wire()
     numel = sum(p.numel() for _, p in trainer.named())
     before = {"sent_bytes": 0, "received_bytes": 0, "control_bytes": 0, "dense_bytes": 0, "steps": 0}
@@ -162,17 +160,15 @@ def test_bytes_of_the_checksums(every: int) -> None:
 @on_ranks(2)
 def test_achieved_density(rank: int, world: int, codec: str) -> None:
     """`count` is what really left: the elements that the memory no longer has."""
-    trainer = Trainer(CASES["default"], rank)
-    state = make_state("explicit", trainer.module, codec=codec, memory="residual", **SETTINGS.get(codec, {}))
-    register(trainer.wrapper, state)
+    trainer, state = begin(
+        rank, "default", "explicit", codec=codec, memory="residual", **SETTINGS.get(codec, {})
+    )
     for _ in range(4):
         trainer.step()
         kept = state.state_dict()["residuals"]
         for g in groups_of(state):
             zeros = sum(int((kept[n] == 0).sum()) for n in g["names"])
             assert g["count"] == zeros and 0 < g["count"] < g["n"]
-    trainer.close()
-    state.close()
 
 
 @on_ranks(2)
@@ -180,18 +176,13 @@ def test_steps_and_bytes_are_of_the_same_span(rank: int, world: int) -> None:
     """Steps and bytes are counted from the same point on: after a resume, after a checkpoint that a State
     loads again in the middle of its run, and where a step is discarded."""
 
-    def begin() -> tuple[Trainer, sidcomp.State]:
-        trainer = Trainer(CASES["cap-small"], rank)
-        state = sidcomp.State("topk", density=0.05, groups="model", nonfinite="rollback")
-        register(trainer.wrapper, state)
-        return trainer, state
-
     def counted(steps: int) -> None:
         stats = state.stats()
         assert stats["steps"] == steps and stats["sent_bytes"] == steps * payload, stats["steps"]
         assert stats["dense_bytes"] == 4 * numel * steps
 
-    trainer, state = begin()
+    how: dict[str, Any] = {"codec": "topk", "density": 0.05, "groups": "model", "nonfinite": "rollback"}
+    trainer, state = begin(rank, **how)
     numel = sum(p.numel() for _, p in trainer.named())
     for _ in range(5):
         trainer.step()
@@ -201,9 +192,7 @@ def test_steps_and_bytes_are_of_the_same_span(rank: int, world: int) -> None:
     trainer.step()
     state.skip()
     counted(6)
-    trainer.close()
-    state.close()
-    trainer, state = begin()
+    trainer, state = begin(rank, **how)
     state.load_state_dict(saved)
     counted(0)
     for steps in (3, 6):

@@ -12,8 +12,10 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from buffers import fits
-from cases import explicit_groups
+from cases import CASES, Case, Trainer, assert_same, bits, explicit_groups
+from harness import at_end
 from sidcomp.config import schedule
+from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 
 Array = npt.NDArray[Any]
@@ -59,6 +61,54 @@ LOSSY = [c for c in KINDS if not CODECS[c].lossless]
 
 def make_state(groups: str | int, module: nn.Module, **arguments: Any) -> sidcomp.State:
     return sidcomp.State(groups=explicit_groups(module) if groups == "explicit" else groups, **arguments)
+
+
+def begin(
+    rank: int, case: str | Case = "cap-small", groups: Any = None, lr: float = 0.05, **arguments: Any
+) -> tuple[Trainer, sidcomp.State]:
+    """A Trainer and a State that is registered with it, which are closed when the rank's function has
+    returned."""
+    trainer = Trainer(CASES[case] if isinstance(case, str) else case, rank, lr=lr)
+    state = make_state(groups, trainer.module, **arguments)
+    register(trainer.wrapper, state)
+    at_end(state.close)
+    at_end(trainer.close)
+    return trainer, state
+
+
+def steps_of(trainer: Trainer, state: sidcomp.State, steps: int) -> list[dict[str, Tensor | None]]:
+    """Takes steps. Returns all that equal runs must have in common after each of them."""
+    seen = []
+    for _ in range(steps):
+        trainer.step()
+        seen.append(everything(trainer, state))
+    return seen
+
+
+def everything(trainer: Trainer, state: sidcomp.State) -> dict[str, Tensor | None]:
+    return trainer.snapshot() | {f"residual of {n}": r for n, r in sorted(residuals_of(state).items())}
+
+
+def assert_all_same(
+    got: Sequence[Mapping[str, Tensor | None]], want: Sequence[Mapping[str, Tensor | None]], where: str
+) -> None:
+    """As assert_same, after each step."""
+    for step, (mine, right) in enumerate(zip(got, want, strict=True)):
+        assert_same(mine, right, f"{where}, step {step}")
+
+
+def assert_alike(mine: Mapping[str, Tensor | None], said: str = "the ranks differ") -> None:
+    """Every rank has these bits."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, {name: bits(x) for name, x in mine.items()})
+    assert all(e == everywhere[0] for e in everywhere), said
+
+
+def run_on(trainer: Trainer) -> None:
+    """After an error that all ranks have had the training goes on, and the replicas are the same."""
+    for _ in range(3):
+        trainer.step()
+    assert_alike(trainer.snapshot())
 
 
 def groups_of(state: sidcomp.State) -> list[dict[str, Any]]:

@@ -42,6 +42,12 @@ GRACE = 2.0  # seconds that the other ranks get to report after one has failed
 GROUP_TIMEOUT = 60.0  # seconds of the process group
 
 _context: Any = None
+_endings = contextlib.ExitStack()
+
+
+def at_end(close: Callable[[], object]) -> None:
+    """Calls it on this rank once its function has returned; the last one first."""
+    _endings.callback(close)
 
 
 class RankFailed(AssertionError):
@@ -107,7 +113,9 @@ def _rank_main(
             world_size=world,
             timeout=timedelta(seconds=group_timeout),
         )
-        answer = pickle.dumps((True, function(rank, world, *arguments)))
+        result = function(rank, world, *arguments)
+        _endings.close()
+        answer = pickle.dumps((True, result))
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
     pipe.send_bytes(answer)
