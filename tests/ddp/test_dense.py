@@ -6,7 +6,7 @@ give the same bits. More ranks: gradients are small integers, whose sums are exa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cases
@@ -15,25 +15,36 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from cases import CASES, Case, Trainer, assert_same
-from common import GROUPS, make_state
+from common import GROUPS, assert_all_same, begin, make_state
 from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+Snapshots = list[dict[str, Tensor | None]]
+
 
 def snapshots(
-    case: Case, rank: int, steps: int, groups: str | int | None, **ddp: Any
-) -> list[dict[str, Tensor | None]]:
+    case: Case,
+    rank: int,
+    steps: int,
+    groups: str | int | None,
+    step: Callable[[Trainer], None] = Trainer.step,
+    process_group: dist.ProcessGroup | None = None,
+    **ddp: Any,
+) -> Snapshots:
     """Of plain DDP where groups is None."""
-    trainer = Trainer(case, rank, **ddp)
+    trainer = Trainer(case, rank, process_group=process_group, **ddp)
     state = None
     if groups is not None:
-        state = make_state(groups, trainer.module, codec="none")
-        register(trainer.wrapper, state)
+        state = make_state(groups, trainer.module, codec="none", process_group=process_group)
+        if process_group is None:
+            register(trainer.wrapper, state)
+        else:  # without register(), which knows the model's
+            trainer.wrapper.register_comm_hook(state, sidcomp.hook)
     seen = []
     for _ in range(steps):
-        trainer.step()
+        step(trainer)
         seen.append(trainer.snapshot())
     trainer.close()
     if state is not None:
@@ -46,9 +57,7 @@ def compare(rank: int, world: int, name: str, steps: int) -> None:
         plain = snapshots(CASES[name], rank, steps, None, gradient_as_bucket_view=view)
         for groups in GROUPS:
             ours = snapshots(CASES[name], rank, steps, groups, gradient_as_bucket_view=view)
-            where = f"{name}, groups={groups!r}, gradient_as_bucket_view={view}"
-            for step, (got, want) in enumerate(zip(ours, plain, strict=True)):
-                assert_same(got, want, f"{where}, step {step}")
+            assert_all_same(ours, plain, f"{name}, groups={groups!r}, gradient_as_bucket_view={view}")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,15 +70,10 @@ def test_equals_plain_ddp(name: str) -> None:
 @on_ranks(2)
 def test_the_comparison_can_fail(rank: int, world: int) -> None:
     plain = snapshots(CASES["default"], rank, 2, None)
-    trainer = Trainer(CASES["default"], rank)
-    state = sidcomp.State(codec="bf16", memory="none")
-    trainer.wrapper.register_comm_hook(state, sidcomp.hook)
+    trainer, _ = begin(rank, "default", codec="bf16", memory="none")
     trainer.step()
-    got = trainer.snapshot()
-    trainer.close()
-    state.close()
     with pytest.raises(AssertionError, match=r"gradient of .* differs \(\d+ of"):
-        assert_same(got, plain[0], "bf16 against float32")
+        assert_same(trainer.snapshot(), plain[0], "bf16 against float32")
 
 
 # ---- more ranks --------------------------------------------------------------------------------------------
@@ -78,17 +82,12 @@ def test_the_comparison_can_fail(rank: int, world: int) -> None:
 class Given(nn.Module):
     """Its gradients are what it is called with."""
 
-    def __init__(self, dtypes: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        half, brain = (torch.float16, torch.bfloat16) if dtypes else (torch.float32, torch.float32)
+        half, brain = torch.float16, torch.bfloat16
         shapes = [((13, 5), torch.float32), ((7,), half), ((), torch.float32), ((64, 9), torch.float32)]
-        shapes += [
-            ((3, 11), brain),
-            ((0, 4), torch.float32),
-            ((129,), torch.float32),
-            ((31,), half),
-            ((17, 2), brain),
-        ]
+        shapes += [((3, 11), brain), ((0, 4), torch.float32), ((129,), torch.float32)]
+        shapes += [((31,), half), ((17, 2), brain)]
         self.weights = nn.ParameterList(nn.Parameter(torch.ones(s, dtype=d)) for s, d in shapes)
 
     def forward(self, gradients: list[Tensor]) -> Tensor:
@@ -124,8 +123,8 @@ def compare_integers(rank: int, world: int, all_groups: Sequence[str | int], ddp
     plain = snapshots(case, rank, 4, None, **ddp)
     for groups in all_groups:
         ours = snapshots(case, rank, 4, groups, **ddp)
-        for step, (got, want) in enumerate(zip(ours, plain, strict=True)):
-            assert_same(got, want, f"groups={groups!r}, {ddp}, step {step}")
+        assert_all_same(ours, plain, f"groups={groups!r}, {ddp}")
+        for step, got in enumerate(ours):
             for i, mean in enumerate(mean_of_integers(case, world, step)):
                 gradient = got[f"gradient of weights.{i}"]
                 assert gradient is not None and torch.equal(gradient, mean), (
@@ -151,9 +150,7 @@ def test_eight_ranks() -> None:
 # ---- several models, several process groups ----------------------------------------------------------------
 
 
-def two_models(
-    rank: int, world: int, groups: str | int | None, together: bool
-) -> list[dict[str, Tensor | None]]:
+def two_models(rank: int, world: int, groups: str | int | None, together: bool) -> Snapshots:
     """Two wrapped models with a state each: in one backward pass, or one after the other."""
     torch.manual_seed(5)
     front, back = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 12)), cases.Scrambled()
@@ -164,7 +161,7 @@ def two_models(
             states.append(make_state(groups, ddp.module, codec="none"))
             register(ddp, states[-1])
     optimizer = torch.optim.SGD([*front.parameters(), *back.parameters()], 0.05, momentum=0.9)
-    seen: list[dict[str, Tensor | None]] = []
+    seen: Snapshots = []
     for step in range(5):
         x = torch.randn(4, 12, generator=torch.Generator().manual_seed(rank + 10 * step))
         optimizer.zero_grad()
@@ -174,12 +171,9 @@ def two_models(
             for ddp in wrapped:
                 ddp(x).pow(2).mean().backward()
         optimizer.step()
-        seen.append(
-            {f"{i}.{n}": p.grad.clone() for i, m in enumerate((front, back)) for n, p in m.named_parameters()}
-        )
-        seen.append(
-            {f"{i}.{n}": p.clone() for i, m in enumerate((front, back)) for n, p in m.named_parameters()}
-        )
+        named = {f"{i}.{n}": p for i, m in enumerate((front, back)) for n, p in m.named_parameters()}
+        seen.append({n: p.grad.clone() for n, p in named.items()})
+        seen.append({n: p.clone() for n, p in named.items()})
     wrapped.clear()
     ddp = None
     for state in states:
@@ -193,8 +187,7 @@ def two_models(
 def test_two_models_in_one_process(rank: int, world: int, groups: str | int, together: bool) -> None:
     plain = two_models(rank, world, None, together)
     ours = two_models(rank, world, groups, together)
-    for i, (got, want) in enumerate(zip(ours, plain, strict=True)):
-        assert_same(got, want, f"groups={groups!r}, together={together}, snapshot {i}")
+    assert_all_same(ours, plain, f"groups={groups!r}, together={together}")
 
 
 @pytest.mark.parametrize("groups", ["bucket", "model"])
@@ -202,29 +195,15 @@ def test_two_models_in_one_process(rank: int, world: int, groups: str | int, tog
 def test_ddp_on_a_part_of_the_ranks(rank: int, world: int, groups: str | int) -> None:
     """Ranks 0 and 2 train one model, 1 and 3 another."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = pairs[rank % 2]
-    seen: list[list[dict[str, Tensor | None]]] = []
-    for ours in (False, True):
-        trainer = Trainer(CASES["cap-small"], rank, seed=rank % 2, process_group=mine)
-        state = None
-        if ours:
-            state = make_state(groups, trainer.module, codec="none", process_group=mine)
-            trainer.wrapper.register_comm_hook(state, sidcomp.hook)
-        seen.append([])
-        for _ in range(4):
-            trainer.step()
-            seen[-1].append(trainer.snapshot())
-        trainer.close()
-        if state is not None:
-            state.close()
-    for step, (got, want) in enumerate(zip(seen[1], seen[0], strict=True)):
-        assert_same(got, want, f"subgroup of rank {rank}, step {step}")
+    how = {"seed": rank % 2, "process_group": pairs[rank % 2]}
+    plain, ours = (snapshots(CASES["cap-small"], rank, 4, g, **how) for g in (None, groups))
+    assert_all_same(ours, plain, f"subgroup of rank {rank}")
 
 
 @on_ranks(2)
 def test_wrapped_again(rank: int, world: int) -> None:
     """A new DDP around the same module, with a new state, in the middle of training."""
-    seen: list[list[dict[str, Tensor | None]]] = []
+    seen: list[Snapshots] = []
     for ours in (False, True):
         seen.append([])
         trainer = Trainer(CASES["cap-small"], rank)
@@ -240,37 +219,22 @@ def test_wrapped_again(rank: int, world: int) -> None:
             trainer.wrapper = None
             trainer.wrapper = DDP(trainer.module, bucket_cap_mb=0.0005)
         trainer.close()
-    for step, (got, want) in enumerate(zip(seen[1], seen[0], strict=True)):
-        assert_same(got, want, f"wrapped again, step {step}")
+    assert_all_same(seen[1], seen[0], "wrapped again")
 
 
 # ---- through a real gradient path --------------------------------------------------------------------------
 
 
-def clipped(rank: int, world: int, groups: str | int) -> None:
-    """What follows the hook in a user's loop sees the averaged gradient: clipping, then Adam."""
-    seen: list[list[dict[str, Tensor | None]]] = []
-    for ours in (False, True):
-        trainer = Trainer(CASES["cap-small"], rank, gradient_as_bucket_view=True)
-        adam = torch.optim.Adam(trainer.module.parameters(), 0.01)
-        state = None
-        if ours:
-            state = make_state(groups, trainer.module, codec="none")
-            register(trainer.wrapper, state)
-        seen.append([])
-        for step in range(4):
-            adam.zero_grad()
-            trainer.backward(step, "sync")
-            nn.utils.clip_grad_norm_(trainer.module.parameters(), 0.1)
-            adam.step()
-            seen[-1].append(trainer.snapshot())
-        trainer.close()
-        if state is not None:
-            state.close()
-    for step, (got, want) in enumerate(zip(seen[1], seen[0], strict=True)):
-        assert_same(got, want, f"clipped, step {step}")
-
-
 @pytest.mark.parametrize("groups", ["bucket", "model"])
-def test_clipping_behind_the_hook(groups: str) -> None:
-    run(clipped, 2, groups)
+@on_ranks(2)
+def test_clipping_behind_the_hook(rank: int, world: int, groups: str) -> None:
+    """What follows the hook in a user's loop sees the averaged gradient: clipping, then Adam."""
+
+    def step(trainer: Trainer) -> None:
+        if not trainer.steps:
+            trainer.optimizer = torch.optim.Adam(trainer.module.parameters(), 0.01)
+        trainer.step(lambda kind: nn.utils.clip_grad_norm_(trainer.module.parameters(), 0.1))
+
+    how = {"step": step, "gradient_as_bucket_view": True}
+    plain, ours = (snapshots(CASES["cap-small"], rank, 4, g, **how) for g in (None, groups))
+    assert_all_same(ours, plain, "clipped")

@@ -6,7 +6,6 @@ threshold within a tolerance is judged by conservation: what was sent is what wa
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +27,8 @@ from common import (
     PLAIN,
     SPARSE,
     Reference,
+    assert_alike,
+    begin,
     groups_of,
     make_state,
     residuals_of,
@@ -38,11 +39,10 @@ from common import (
 from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 from sidcomp.runtime.communicator import Exchange
-from torch import nn
 
 EXACT = [name for name in GATHERED if not tolerant(name)]
 SETTINGS: dict[str, dict[str, Any]] = with_density(CODECS, 0.07)
-WORLDS = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
+WORLDS = [1, 2, 3, 4]
 
 
 def follow(
@@ -92,22 +92,18 @@ def follow_each(rank: int, world: int, runs: Sequence[tuple[Any, ...]]) -> None:
         follow(rank, world, *arguments)
 
 
-# One codec at every number of ranks, with and without a memory; the others of their kinds at two ranks.
-WIDE = [(EXACT[0], memory) for memory in PLAIN]
+SLOW = pytest.mark.slow
+# One codec at every number of ranks, with and without a memory; the others of their kinds at few. A sum of
+# more than two ranks has an order of its own.
+BY_ALL_GROUPS = [(EXACT[0], m, w) for m in PLAIN for w in WORLDS]
+BY_ALL_GROUPS += [pytest.param(EXACT[0], m, 8, marks=SLOW) for m in PLAIN]
+BY_ALL_GROUPS += [(c, "residual", 2) for c in EXACT[1:]]
+BY_ALL_GROUPS += [pytest.param(c, "residual", 3, marks=SLOW) for c in EXACT[1:]]
+BY_ALL_GROUPS += [(c, m, w) for c in LINEAR for m in PLAIN for w in (1, 2)]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("codec", "memory"), WIDE)
-def test_equals_the_reference(codec: str, world: int, memory: str) -> None:
-    settings = SETTINGS.get(codec, {})
-    run(follow_each, world, [("cap-small", groups, codec, memory, settings, 5, {}) for groups in GROUPS])
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("codec", "memory"), [(c, m) for c in EXACT for m in PLAIN if (c, m) not in WIDE and m != "none"]
-)
-def test_other_kinds_equal_the_reference(codec: str, world: int, memory: str) -> None:
+@pytest.mark.parametrize(("codec", "memory", "world"), BY_ALL_GROUPS)
+def test_equals_the_reference(codec: str, memory: str, world: int) -> None:
     settings = SETTINGS.get(codec, {})
     run(follow_each, world, [("cap-small", groups, codec, memory, settings, 5, {}) for groups in GROUPS])
 
@@ -130,13 +126,6 @@ def test_equals_the_reference_on_eight_ranks(codec: str) -> None:
     run(follow, 8, "cap-small", "model", codec, "residual", SETTINGS.get(codec, {}), 4, {})
 
 
-@pytest.mark.parametrize("memory", PLAIN)
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("codec", LINEAR)
-def test_linear_equals_the_reference(codec: str, world: int, memory: str) -> None:
-    run(follow_each, world, [("cap-small", groups, codec, memory, {}, 5, {}) for groups in GROUPS])
-
-
 @pytest.mark.parametrize("memory", OTHERS)
 @pytest.mark.parametrize("codec", ["none", *EXACT[:1], *LINEAR[:1]])
 def test_every_memory_equals_the_reference(codec: str, memory: str) -> None:
@@ -145,9 +134,6 @@ def test_every_memory_equals_the_reference(codec: str, memory: str) -> None:
         for groups in ("bucket", "explicit")
     ]
     run(follow_each, 2, runs)
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.many
@@ -229,18 +215,16 @@ def test_beside_dense_parameters(codec: str) -> None:
 # ---- conservation ------------------------------------------------------------------------------------------
 
 
-def conserve(rank: int, world: int, codec: str, groups: str | int, name: str, steps: int) -> None:
+def conserve(rank: int, world: int, codec: str, groups: str | int) -> None:
     """gradient + kept before = sent + kept after, and the step is the sum of what was sent, over W: exactly
     where elements are sent as they are or not at all, else to the roundings."""
     whole = "sparse" in CODECS[codec].traits
-    case = CASES[name]
-    ours, local = Trainer(case, rank), Trainer(case, rank, ddp=False)
-    settings = SETTINGS.get(codec, {})
-    state = make_state(groups, ours.module, codec=codec, memory="residual", **settings)
+    ours, local = (Trainer(CASES["cap-small"], rank, ddp=ddp) for ddp in (True, False))
+    state = make_state(groups, ours.module, codec=codec, memory="residual", **SETTINGS.get(codec, {}))
     ours.wrapper.register_comm_hook(state, sidcomp.hook)
     before = {n: torch.zeros_like(p) for n, p in local.named()}
     sent_some = False
-    for step in range(steps):
+    for step in range(12):
         ours.step()
         for p, mine in zip(local.module.parameters(), ours.module.parameters(), strict=True):
             assert p.shape == mine.shape
@@ -282,59 +266,44 @@ def conserve(rank: int, world: int, codec: str, groups: str | int, name: str, st
 @on_ranks()
 def test_nothing_is_lost(rank: int, world: int, codec: str) -> None:
     for groups in GROUPS:
-        conserve(rank, world, codec, groups, "cap-small", 12)
+        conserve(rank, world, codec, groups)
 
 
 # ---- replicas ----------------------------------------------------------------------------------------------
 
 
-def digest(module: nn.Module) -> str:
-    h = hashlib.sha256()
-    for p in module.parameters():
-        h.update(cases.bits(p) or b"")
-    return h.hexdigest()
-
-
-def stay_equal(rank: int, world: int, codec: str, groups: str | int, steps: int, dtype: str) -> None:
-    trainer = Trainer(CASES["mixed" if dtype == "mixed" else "cap-small"], rank, lr=0.01)
+@pytest.mark.many
+@pytest.mark.parametrize(
+    ("world", "groups", "steps", "case"),
+    [
+        (2, 900, 200, "cap-small"),
+        (2, 900, 200, "mixed"),
+        (3, "bucket", 40, "mixed"),
+        (3, "model", 40, "mixed"),
+        pytest.param(8, "bucket", 200, "mixed", marks=SLOW),
+    ],
+)
+@pytest.mark.parametrize("codec", LOSSY)
+@on_ranks()
+def test_replicas_stay_identical(
+    rank: int, world: int, codec: str, groups: str | int, steps: int, case: str
+) -> None:
+    trainer = Trainer(CASES[case], rank, lr=0.01)
     state = make_state(groups, trainer.module, codec=codec, memory="residual", **SETTINGS.get(codec, {}))
     register(trainer.wrapper, state)
-    start = digest(trainer.module)
+    start = [cases.bits(p) for p in trainer.module.parameters()]
     for step in range(steps):
         trainer.step()
         if step % 50 == 49 or step == steps - 1:
-            mine = digest(trainer.module)
-            all_of_them: list[Any] = [None] * world
-            dist.all_gather_object(all_of_them, mine)
-            assert mine != start
-            assert len(set(all_of_them)) == 1, (
-                f"{codec}: replicas differ after {step + 1} steps: {all_of_them}"
-            )
+            assert [cases.bits(p) for p in trainer.module.parameters()] != start
+            assert_alike(dict(trainer.named()), f"{codec}: replicas differ after {step + 1} steps")
     trainer.close()
     state.close()
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("dtype", ["float32", "mixed"])
-@pytest.mark.parametrize("codec", LOSSY)
-def test_replicas_are_identical_after_200_steps(codec: str, dtype: str) -> None:
-    run(stay_equal, 2, codec, 900, 200, dtype)
-
-
-@pytest.mark.many
-@pytest.mark.parametrize("groups", ["bucket", "model"])
-@pytest.mark.parametrize("codec", LOSSY)
-def test_replicas_of_three_ranks(codec: str, groups: str) -> None:
-    run(stay_equal, 3, codec, groups, 40, "mixed")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", LOSSY)
-def test_replicas_of_eight_ranks(codec: str) -> None:
-    run(stay_equal, 8, codec, "bucket", 200, "mixed")
-
-
-def gathers(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_two_ranks_swap_their_payloads(rank: int, world: int) -> None:
     """Gloo's collective sends the payloads of two ranks one after the other."""
     called = []
     gather = Exchange.all_gather
@@ -344,15 +313,5 @@ def gathers(rank: int, world: int) -> None:
         return gather(exchange, out, tensor)
 
     Exchange.all_gather = noting  # type: ignore[method-assign]
-    state = sidcomp.State("topk", density=0.1, exchange="allgather")
-    ours = Trainer(CASES["cap-small"], rank)
-    register(ours.wrapper, state)
-    ours.step(lambda _: None)
+    begin(rank, codec="topk", density=0.1, exchange="allgather")[0].step()
     assert bool(called) == (world != 2)
-    ours.close()
-    state.close()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_two_ranks_swap_their_payloads(world: int) -> None:
-    run(gathers, world)
