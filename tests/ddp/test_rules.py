@@ -10,7 +10,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from cases import CASES, Trainer, assert_same
-from common import Reference, groups_of, make_state, residuals_of
+from common import Reference, assert_all_same, begin, groups_of, make_state, residuals_of, steps_of
 from harness import on_ranks, run
 from sidcomp.doors.ddp import register
 
@@ -71,8 +71,7 @@ def trained(rank: int, world: int, room: str, first: int, steps: int, load: bool
     register(trainer.wrapper, state)
     seen = []
     for step in range(first, steps):
-        trainer.step()
-        seen.append(trainer.snapshot() | residuals_of(state))
+        seen += steps_of(trainer, state, 1)
         if not load and step == 3:
             saved = {
                 "model": trainer.module.state_dict(),
@@ -80,8 +79,6 @@ def trained(rank: int, world: int, room: str, first: int, steps: int, load: bool
                 "sidcomp": state.state_dict(),
             }
             torch.save(saved, f"{room}/{rank}.pt")
-    trainer.close()
-    state.close()
     return seen
 
 
@@ -89,28 +86,24 @@ def test_a_resumed_run_goes_on_with_the_schedule(tmp_path: Path) -> None:
     whole = run(trained, 2, str(tmp_path), 0, 8, False)
     resumed = run(trained, 2, str(tmp_path), 4, 8, True)
     for rank in range(2):
-        for step, (got, want) in enumerate(zip(resumed[rank], whole[rank][4:], strict=True)):
-            assert_same(got, want, f"rank {rank}, step {step} after resuming")
+        assert_all_same(resumed[rank], whole[rank][4:], f"rank {rank}, resumed")
 
 
 @on_ranks(2)
 def test_ranks_with_different_policies(rank: int, world: int) -> None:
-    trainer = Trainer(CASES["cap-small"], rank)
-    state = sidcomp.State("topk", density=0.1, policy=[("1-D", {"density": 0.5 + 0.1 * rank})])
-    register(trainer.wrapper, state)
+    trainer, state = begin(rank, codec="topk", density=0.1, policy=[("1-D", {"density": 0.5 + 0.1 * rank})])
     with pytest.raises(RuntimeError, match="policy"):
         trainer.step()
     assert isinstance(state.error, sidcomp.RankError)
-    state.close()
 
 
 # ---- steps of full precision -------------------------------------------------------------------------------
 
 
-def full_steps(rank: int, world: int, codec: str, memory: str, groups: str | int, every: Any) -> list[Any]:
+def full_steps(rank: int, world: int, memory: str, groups: str | int, every: Any) -> list[Any]:
     """In a full step the gradient is the mean of all that the ranks have and kept; else the codec's."""
     ours, slow = Trainer(CASES["cap-small"], rank), Trainer(CASES["cap-small"], rank, ddp=False)
-    state = make_state(groups, ours.module, codec=codec, memory=memory, full_every=every)
+    state = make_state(groups, ours.module, codec="topk", memory=memory, full_every=every)
     register(ours.wrapper, state)
     seen = []
     for step in range(8):
@@ -143,12 +136,12 @@ def full_steps(rank: int, world: int, codec: str, memory: str, groups: str | int
 @pytest.mark.parametrize("groups", ["bucket", "model"])
 @pytest.mark.parametrize("memory", ["residual", "compensation", "none"])
 def test_full_steps(memory: str, groups: str) -> None:
-    for seen in run(full_steps, 2, "topk", memory, groups, 3):
+    for seen in run(full_steps, 2, memory, groups, 3):
         assert len(set(seen)) == 2 and seen[0] == seen[3] == seen[6] > seen[1]
 
 
 def test_full_steps_by_schedule() -> None:
-    run(full_steps, 3, "topk", "residual", "bucket", sidcomp.Schedule({0: 0, 2: 2, 5: 100}))
+    run(full_steps, 3, "residual", "bucket", sidcomp.Schedule({0: 0, 2: 2, 5: 100}))
 
 
 @pytest.mark.parametrize("every", [-1, 0.5, "3"])

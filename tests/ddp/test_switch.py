@@ -9,7 +9,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import on_ranks, run
+from harness import on_ranks
 from sidcomp.autotune import controller
 from sidcomp.autotune.iterations import Iteration, Order
 from sidcomp.config.grouping import DENSE, Regime
@@ -112,12 +112,11 @@ def test_nothing_is_lost_when_groups_change(rank: int, world: int, hold: bool) -
         lost.append(r.missing())
         kept.append(r.kept())
         observed.append([g["codec"] for g in r.state.stats()["groups"]])
-    r = {"lost": max(lost), "kept": kept, "seen": observed, "error": repr(r.state.error)}
-    assert r["error"] == "None"
-    assert r["lost"] < 2e-4, "what was fed is neither applied nor kept"
-    assert max(r["kept"]) > 1, "the test did not have a residual to lose"
-    assert r["kept"][-1] == 0, "plain DDP keeps nothing"
-    flat = {tuple(s) for s in r["seen"]}
+    assert r.state.error is None
+    assert max(lost) < 2e-4, "what was fed is neither applied nor kept"
+    assert max(kept) > 1, "the test did not have a residual to lose"
+    assert kept[-1] == 0, "plain DDP keeps nothing"
+    flat = {tuple(s) for s in observed}
     assert ("topk", "topk") in flat and ("topk", "none", "sidco-e") in flat and ("sidco-e",) in flat
 
 
@@ -146,12 +145,11 @@ def test_nothing_is_lost_when_groups_change_to_another_exchange(rank: int, world
         p = r.state.engine
         assert p.layout is not None
         observed |= {g.message_plan.choice.exchange.name for g in p.layout.groups if g.in_messages}
-    r = {"lost": max(lost), "kept": kept, "seen": observed, "error": repr(r.state.error)}
-    assert r["error"] == "None"
-    assert r["seen"] == {"twoshot", "hierarchical"}
-    assert r["lost"] < 4e-4, "what was fed is neither applied nor kept"
-    assert max(r["kept"]) > 1, "the test did not have a residual to lose"
-    assert hold or r["kept"][-1] == 0, "plain DDP keeps nothing"
+    assert r.state.error is None
+    assert observed == {"twoshot", "hierarchical"}
+    assert max(lost) < 4e-4, "what was fed is neither applied nor kept"
+    assert max(kept) > 1, "the test did not have a residual to lose"
+    assert hold or kept[-1] == 0, "plain DDP keeps nothing"
 
 
 @on_ranks(2)
@@ -165,32 +163,25 @@ def test_a_flush_in_a_step_that_is_not_finite_is_repeated(rank: int, world: int)
     before, flushes = r.kept(), 0
     for _ in range(6):
         p = r.state.engine
-        c = p.tuner
-        assert c is not None
         flushing = any(g.plan.vectors and g.plan.codec == "none" for g in p.layout.groups)  # type: ignore[union-attr]
         r.step(nonfinite=flushes < 2)
         now = any(g.plan.vectors and g.plan.codec == "none" for g in p.layout.groups)  # type: ignore[union-attr]
         flushes += now or flushing
-    r = {"before": before, "flushes": flushes, "after": r.kept(), "lost": r.missing()}
-    assert r["before"] > 1
-    assert r["flushes"] >= 3
-    assert r["after"] == 0
-    assert r["lost"] < 2e-4
+    assert before > 1
+    assert flushes >= 3
+    assert r.kept() == 0
+    assert r.missing() < 2e-4
 
 
-def half(rank: int, world: int) -> float:
+@on_ranks(2)
+def test_a_half_precision_bucket_loses_one_rounding_of_the_flush(rank: int, world: int) -> None:
+    """The residual is float32, the bucket that takes it bfloat16: half a unit in its last place."""
     r = Run(rank, world, torch.bfloat16)
     r.step(), r.step()
     scripted(r.state, [PLAIN, TOPK, TOPK, TOPK, PLAIN, PLAIN])
     for _ in range(9):
         r.step()
-    return r.missing()
-
-
-def test_a_half_precision_bucket_loses_one_rounding_of_the_flush() -> None:
-    """The residual is float32, the bucket that takes it bfloat16: half a unit in its last place."""
-    for lost in run(half, 2):
-        assert lost < 20 * 2**-8
+    assert r.missing() < 20 * 2**-8
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@ never been. One run has such steps, another one has not; they are compared after
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,11 @@ import pytest
 import sidcomp
 import torch
 from buffers import fits
-from cases import CASES, Case, Trainer, assert_same, square
-from common import CODECS, MEMORIES, groups_of, make_state, residuals_of, with_density
+from cases import assert_same, square
+from common import CODECS, MEMORIES, begin, groups_of, residuals_of, with_density
 from harness import on_ranks, run
+from heard import logged
 from sidcomp import _core
-from sidcomp.doors.ddp import register
 from torch import Tensor, nn
 
 SETTINGS = with_density(CODECS, 0.1)
@@ -26,10 +25,8 @@ HUGE = 1e30
 class Run:
     """A Trainer with a State, whose gradients can be multiplied in single steps."""
 
-    def __init__(self, rank: int, case: Case = CASES["cap-small"], **arguments: Any) -> None:
-        self.trainer = Trainer(case, rank, lr=0.01)
-        self.state = make_state(arguments.pop("groups", None), self.trainer.module, **arguments)
-        register(self.trainer.wrapper, self.state)
+    def __init__(self, rank: int, case: str = "cap-small", **arguments: Any) -> None:
+        self.trainer, self.state = begin(rank, case, lr=0.01, **arguments)
         self.factors: dict[str, float] = {}
         for name, p in self.trainer.named():
             p.register_hook(lambda g, name=name: g * self.factors.get(name, 1.0))
@@ -47,6 +44,10 @@ class Run:
         factors = {n: HUGE for n in names} | {which.replace(".", "__"): 1e300}
         self.backward(**(factors if rank == self.trainer.rank else {}))
 
+    def not_finite(self) -> set[str]:
+        """The parameters whose gradients are not."""
+        return {n for n, g in self.trainer.gradients().items() if g is not None and not g.isfinite().all()}
+
     def everything(self) -> dict[str, Tensor | None]:
         saved = self.state.state_dict()
         found = self.trainer.snapshot()
@@ -56,33 +57,22 @@ class Run:
         rates = [saved["rates"].get(n, 0.0) for n in saved["residuals"]]
         return found | {"step": torch.tensor(saved["step"]), "rates": torch.tensor(rates)}
 
-    def close(self) -> None:
-        self.trainer.close()
-        self.state.close()
 
-
-def in_step(
-    rank: int, world: int, arguments: dict[str, Any], case: str = "cap-small", follows: bool = True
-) -> None:
+def in_step(rank: int, world: int, arguments: dict[str, Any], follows: bool = True) -> None:
     """With two states: steps that overflow in some groups and not in others, and finite ones that the program
     skips, in rows of one to three."""
-    clean, other = (Run(rank, CASES[case], **arguments, **more) for more in ({}, {"nonfinite": "rollback"}))
+    clean, other = (Run(rank, **arguments, **more) for more in ({}, {"nonfinite": "rollback"}))
     for r in (clean, other):
         if follows:
             r.state.follow(r.trainer.optimizer)
-    first = (
-        0 if arguments.get("groups") == "explicit" else 2
-    )  # else groups follow DDP, which forms its buckets anew
+    # Other groups follow DDP, which forms its buckets anew.
+    first = 0 if arguments.get("groups") == "explicit" else 2
     allocations = 0
     for step in range(STEPS):
         for k in range(step - first + 1 if step >= first else 0):
             if k % 2 == 0:
                 other.overflow(world - 1)
-                bad = [
-                    n
-                    for n, g in other.trainer.gradients().items()
-                    if g is not None and not g.isfinite().all()
-                ]
+                bad = other.not_finite()
                 assert bad, "the overflow went by unnoticed"
                 if len(groups_of(other.state)) > 1:
                     assert len(bad) < len(list(other.trainer.named())), "no group is finite: nothing to see"
@@ -101,19 +91,12 @@ def in_step(
     assert other.state.engine.step == clean.state.engine.step == STEPS
     twice = other.state.stats()["state_bytes"], clean.state.stats()["state_bytes"]
     assert twice[0] == 2 * twice[1]
-    clean.close()
-    other.close()
-
-
-def memories_of(codec: str) -> str:
-    return CODECS[codec].memory
 
 
 @pytest.mark.many
 @pytest.mark.parametrize("codec", list(CODECS))
 def test_every_codec(codec: str) -> None:
-    settings = SETTINGS.get(codec, {})
-    run(in_step, 2, {"codec": codec, **settings, "groups": "bucket"})
+    run(in_step, 2, {"codec": codec, **SETTINGS.get(codec, {}), "groups": "bucket"})
 
 
 @pytest.mark.many
@@ -122,8 +105,7 @@ def test_every_codec(codec: str) -> None:
 def test_every_memory(codec: str, memory: str) -> None:
     if not fits(codec, memory):
         pytest.skip("they do not go together")
-    settings = SETTINGS.get(codec, {})
-    run(in_step, 2, {"codec": codec, "memory": memory, **settings, "groups": "explicit"})
+    run(in_step, 2, {"codec": codec, "memory": memory, **SETTINGS.get(codec, {}), "groups": "explicit"})
 
 
 EXCHANGES: list[tuple[str, dict[str, Any], int]] = [
@@ -163,7 +145,7 @@ def test_every_exchange(exchange: str, arguments: dict[str, Any], world: int) ->
     ids=lambda a: " ".join(map(str, a)),
 )
 def test_what_depends_on_the_step(arguments: dict[str, Any]) -> None:
-    run(in_step, 2, arguments, "cap-small", False)
+    run(in_step, 2, arguments, False)
 
 
 # ---- GradScaler ---
@@ -205,8 +187,6 @@ def scaled(rank: int, world: int, fused: bool, codec: str, groups: str) -> None:
         assert_same(runs[0].trainer.snapshot(), runs[1].trainer.snapshot(), f"step {at}")
         if at != 6:  # the scale's last change is taken up at the next step
             assert_same(residuals_of(runs[0].state), residuals_of(runs[1].state), f"step {at}")
-    for r in runs:
-        r.close()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -232,12 +212,8 @@ def test_what_only_the_scaler_knows(rank: int, world: int, fused: bool) -> None:
                     continue
                 r.trainer.steps = at
                 r.trainer.optimizer.zero_grad()
-                loss = r.trainer.case.loss(
-                    r.trainer.wrapper,
-                    torch.randn(4, 12, generator=torch.Generator().manual_seed(at)),
-                    at,
-                    rank,
-                )
+                x = torch.randn(4, 12, generator=torch.Generator().manual_seed(at))
+                loss = square(r.trainer.wrapper, x, at, rank)
                 scaler.scale(loss + extra.sum()).backward()
                 if bad:
                     extra.grad = torch.full((3,), float("inf"))
@@ -246,8 +222,6 @@ def test_what_only_the_scaler_knows(rank: int, world: int, fused: bool) -> None:
     assert_same(runs[1].trainer.snapshot(), runs[0].trainer.snapshot(), "the end")
     assert_same(residuals_of(runs[1].state), residuals_of(runs[0].state), "the end")
     assert runs[1].state.engine.step == 5
-    for r in runs:
-        r.close()
 
 
 @pytest.mark.parametrize(
@@ -257,7 +231,7 @@ def test_what_only_the_scaler_knows(rank: int, world: int, fused: bool) -> None:
 def test_several_passes_of_one_step(rank: int, world: int, density: float | sidcomp.Schedule) -> None:
     """Where the optimizer is followed, all passes since its last step are thrown away with the last one. So
     groups for another density wait for the next step of the optimizer."""
-    clean, other = (Run(rank, CASES["two-backwards"], codec="topk", density=density, nonfinite=n)
+    clean, other = (Run(rank, "two-backwards", codec="topk", density=density, nonfinite=n)
                     for n in (None, "rollback"))  # fmt: skip
     for r in (clean, other):
         r.state.follow(r.trainer.optimizer)
@@ -272,8 +246,6 @@ def test_several_passes_of_one_step(rank: int, world: int, density: float | sidc
         for r in (clean, other):
             r.trainer.step()
         assert_same(other.everything(), clean.everything(), f"step {step}")
-    clean.close()
-    other.close()
 
 
 class Plain:
@@ -317,18 +289,13 @@ def test_an_optimizer_unlike_torchs(rank: int, world: int, scales: bool) -> None
                     r.trainer.optimizer.step()
         r.factors = {}
     assert_same(other.everything(), clean.everything(), "the end")
-    clean.close()
-    other.close()
 
 
 @on_ranks(2)
 def test_an_optimizer_that_never_steps(rank: int, world: int) -> None:
     """The optimizer that is followed is not the one that steps: after a while every pass is a step again."""
     one = Run(rank, codec="topk", density=0.1, nonfinite="rollback")
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("sidcomp").addHandler(handler)
+    lines = logged()
     idle = torch.optim.SGD([nn.Parameter(p.detach().clone()) for p in one.trainer.module.parameters()], 0.01)
     idle.param_groups[0]["params"] += list(one.trainer.module.parameters())[:1]
     one.state.follow(idle)
@@ -342,8 +309,7 @@ def test_an_optimizer_that_never_steps(rank: int, world: int) -> None:
     one.backward(first__weight=1e6)
     one.state.skip()
     assert_same(residuals_of(one.state), before, "after skip")
-    one.close()
-    assert sum("has not stepped in the last 100 backward passes" in line for line in logged) == 1
+    assert sum("has not stepped in the last 100 backward passes" in line for line in lines) == 1
 
 
 # ---- without a second state ---
@@ -352,7 +318,7 @@ def test_an_optimizer_that_never_steps(rank: int, world: int) -> None:
 def dropped(rank: int, world: int, arguments: dict[str, Any], infinite: str) -> None:
     """Groups that were finite are forgotten; those that were not keep no more than they had, to a rounding;
     nothing comes back."""
-    one = Run(rank, CASES["cap-small"], nonfinite="drop", **arguments)
+    one = Run(rank, nonfinite="drop", **arguments)
     for _ in range(3):
         one.trainer.step()
     before = residuals_of(one.state)
@@ -362,9 +328,7 @@ def dropped(rank: int, world: int, arguments: dict[str, Any], infinite: str) -> 
         one.state.skip()
     else:
         one.overflow(world - 1, infinite)
-        infinities = {
-            n for n, g in one.trainer.gradients().items() if g is not None and not g.isfinite().all()
-        }
+        infinities = one.not_finite()
         assert infinities
         for group in groups_of(one.state):  # a sum's other elements stay finite, of a group that was not
             if infinities.intersection(group["names"]):
@@ -379,7 +343,6 @@ def dropped(rank: int, world: int, arguments: dict[str, Any], infinite: str) -> 
         one.trainer.step()
         sent = max(float(g.abs().max()) for g in one.trainer.gradients().values() if g is not None)
         assert sent < 100, f"{sent} comes of the step that was thrown away"
-    one.close()
 
 
 DROPPED: list[tuple[dict[str, Any], int]] = [
@@ -424,8 +387,8 @@ def test_calls(rank: int, world: int) -> None:
     with pytest.raises(sidcomp.SetupError, match="after backward"):
         one.state.skip()
     one.trainer.step()
-    assert one.state.stats()["state_bytes"] > 0
     size = one.state.stats()["state_bytes"]
+    assert size > 0
     kept = residuals_of(one.state)
     one.state.update_scale(8.0)  # somebody scales, and may skip: two states from here on
     assert one.state.stats()["state_bytes"] == 2 * size
@@ -450,7 +413,6 @@ def test_calls(rank: int, world: int) -> None:
         one.state.follow(one.trainer.optimizer, 3)  # type: ignore[arg-type]
     with pytest.raises(sidcomp.ArgumentError, match="optimizer"):
         one.state.follow(None, torch.amp.GradScaler("cpu"))
-    one.close()
     with pytest.raises(sidcomp.ArgumentError, match="nonfinite='keep'"):
         sidcomp.State(nonfinite="keep")
 
@@ -463,7 +425,6 @@ def test_a_scaler_on_one_rank_is_found(rank: int, world: int, nonfinite: str | N
     one.state.follow(one.trainer.optimizer, torch.amp.GradScaler("cpu") if rank == 0 else None)
     with pytest.raises(RuntimeError, match=r"follows optimizers, scaler.*follows optimizers, clip"):
         one.trainer.step()
-    one.close()
 
 
 @on_ranks(2)
@@ -500,4 +461,3 @@ def test_a_step_that_failed(rank: int, world: int) -> None:
     )
     for _ in range(2):
         one.trainer.step()
-    one.close()
