@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from contextlib import nullcontext, redirect_stderr
 from functools import partial
 from typing import Any
@@ -15,8 +14,10 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import on_ranks, run
-from local_training import alike, backward, flat, network
-from test_compress import adamw, sgd, train
+from heard import logged
+from local_training import alike, backward, flat, network, train
+from test_compress import adamw, sgd
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 SGD_OUTSIDE = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -174,18 +175,8 @@ def test_ranks_that_do_not_choose_alike_are_refused(rank: int, world: int, name:
 # ------------------------------------------------------------------------------------------------------------
 
 
-class Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def one_nan(rank: int, world: int, kind: str, often: bool) -> dict[str, Any]:
-    module, log = network(), Log()
-    logging.getLogger("sidcomp").addHandler(log)
+    module, lines = network(), logged()
     optimizer = adamw(module)
     late: dict[str, Any] = {"codec": "int4", "every": 3, "deadline": 20.0}
     with sidcomp.compress(module, optimizer, **KINDS.get(kind, late)) as it:
@@ -202,7 +193,7 @@ def one_nan(rank: int, world: int, kind: str, often: bool) -> dict[str, Any]:
         said = caught(loop)
         moments = [x for of in optimizer.state.values() for x in of.values()]
         return {
-            "said": said, "losses": losses, "discarded": it.stats()["discarded"], "log": log.lines,
+            "said": said, "losses": losses, "discarded": it.stats()["discarded"], "log": lines,
             "finite": all(bool(torch.isfinite(x).all()) for x in moments), "page": str(it),
         }  # fmt: skip
 
@@ -234,6 +225,17 @@ def test_a_nan_in_every_step_ends_the_run() -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
+def best_of(
+    it: sidcomp.Run, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Trains past a point of the common parameters, which it returns."""
+    train(module, optimizer, rank, range(5))
+    with it.common():
+        best, at = copy.deepcopy(module.state_dict()), flat(module)
+    train(module, optimizer, rank, range(5, 11))
+    return best, at
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_loading_the_best_parameters_is_a_new_start(rank: int, world: int, kind: str) -> None:
@@ -241,11 +243,7 @@ def test_loading_the_best_parameters_is_a_new_start(rank: int, world: int, kind:
     module = network()
     optimizer = adamw(module)
     with sidcomp.compress(module, optimizer, **KINDS[kind]) as it:
-        train(module, optimizer, rank, range(5))
-        with it.common():
-            best = copy.deepcopy(module.state_dict())
-            at = flat(module)
-        train(module, optimizer, rank, range(5, 11))
+        best, at = best_of(it, module, optimizer, rank)
         away = float((flat(module) - at).norm())
         module.load_state_dict(best)
         optimizer.zero_grad()
@@ -265,11 +263,7 @@ def test_the_best_parameters_stay_at_the_end(rank: int, world: int, kind: str) -
     module = network()
     optimizer = adamw(module)
     with sidcomp.compress(module, optimizer, **KINDS[kind]) as it:
-        train(module, optimizer, rank, range(5))
-        with it.common():
-            best = copy.deepcopy(module.state_dict())
-            at = flat(module)
-        train(module, optimizer, rank, range(5, 11))
+        best, at = best_of(it, module, optimizer, rank)
         module.load_state_dict(best)
         it.average()
         averaged = torch.equal(flat(module), at)
@@ -279,31 +273,27 @@ def test_the_best_parameters_stay_at_the_end(rank: int, world: int, kind: str) -
             assert (averaged, torch.equal(flat(module), at)) == (True, True)
 
 
-def inside(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_nothing_moves_inside_common(rank: int, world: int) -> None:
     """What would be undone when common() ends is refused, and what was loaded inside is no new start."""
     module = network()
     optimizer = adamw(module)
     with sidcomp.compress(module, optimizer, "topk", density=0.1, every=2) as it:
         train(module, optimizer, rank, range(5))
         saved, own = it.state_dict(), flat(module)
-        said = []
-        for do in (
-            lambda: train(module, optimizer, rank, range(1)), it.average, it.restart,
-            lambda: it.load_state_dict(saved),
-        ):  # fmt: skip
+        for words, do in {
+            "the optimizer would step": lambda: train(module, optimizer, rank, range(1)),
+            "average()": it.average,
+            "restart()": it.restart,
+            "load_state_dict()": lambda: it.load_state_dict(saved),
+        }.items():
             with it.common():
-                said.append(caught(do))
+                said = caught(do)
+                assert said.startswith(f"SetupError: {words}") and "inside" in said, said
         with it.common():
             module.load_state_dict(network(seed=3).state_dict())
         assert torch.equal(flat(module), own)
-        return [*said, caught(lambda: train(module, optimizer, rank, range(5, 9)))]
-
-
-def test_nothing_moves_inside_common() -> None:
-    for said in run(inside, 2):
-        words = "the optimizer would step", "average()", "restart()", "load_state_dict()"
-        assert all(f"SetupError: {w}" in s and "inside" in s for w, s in zip(words, said, strict=False)), said
-        assert said[-1] == ""
+        train(module, optimizer, rank, range(5, 9))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -470,7 +460,9 @@ def test_restart_takes_the_parameters_as_they_are(rank: int, world: int) -> None
         assert (caught(lambda: train(module, optimizer, rank, range(5, 8))), off) == ("", 0.0)
 
 
-def unfreezes(rank: int, world: int, kind: str) -> dict[str, Any]:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_parameter_that_is_released_is_averaged_from_then_on(rank: int, world: int, kind: str) -> None:
     """A layer begins to train later; the ranks' frozen parameters are rank 0's from the start."""
     module, said = network(seed=rank), io.StringIO()
     frozen = list(module[0].parameters())  # type: ignore[index]
@@ -478,29 +470,19 @@ def unfreezes(rank: int, world: int, kind: str) -> dict[str, Any]:
         p.requires_grad_(False)
     optimizer = adamw(module)
     with redirect_stderr(said), sidcomp.compress(module, optimizer, **KINDS[kind]) as it:
-        same = alike(torch.cat([p.detach().flatten() for p in frozen]))
+        assert alike(torch.cat([p.detach().flatten() for p in frozen]))
         train(module, optimizer, rank, range(7))
         kept = {n: x.clone() for n, x in it.state_dict()["updates"]["point"].items()}
         for p in frozen:
             p.requires_grad_(True)
         before = [p.detach().clone() for p in frozen]
         train(module, optimizer, rank, range(7, 19))
-        moved = min(float((p - q).norm()) for p, q in zip(frozen, before, strict=True))
-        loss = backward(module, rank, 18)
+        assert min(float((p - q).norm()) for p, q in zip(frozen, before, strict=True)) > 1e-3
+        assert backward(module, rank, 18) < 1.8
         it.average()
-        saved = it.state_dict()["updates"]["point"]
-        return {
-            "same": same, "moved": moved, "equal": alike(flat(module)), "said": said.getvalue(),
-            "names": len(saved) - len(kept), "loss": loss, "discarded": it.stats()["discarded"],
-        }  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_parameter_that_is_released_is_averaged_from_then_on(kind: str) -> None:
-    for rank, r in enumerate(run(unfreezes, 2, kind)):
-        assert r["same"] and r["equal"] and r["moved"] > 1e-3 and r["names"] == 2 and not r["discarded"]
-        assert r["loss"] < 1.8
-        assert ("begin to train in step 8" in r["said"]) is (rank == 0)
+        assert alike(flat(module)) and not it.stats()["discarded"]
+        assert len(it.state_dict()["updates"]["point"]) == len(kept) + 2
+    assert ("begin to train in step 8" in said.getvalue()) is (rank == 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -530,9 +512,8 @@ def test_a_parameter_that_is_replaced_is_noticed(rank: int, world: int, when: st
         train(module, optimizer, rank, range(3))
         last = module[4]
         last.weight = torch.nn.Parameter(last.weight.detach().clone())  # type: ignore[index]
-        said = caught(
-            it.average if when == "average" else lambda: train(module, optimizer, rank, range(3, 70))
-        )
+        does = it.average if when == "average" else partial(train, module, optimizer, rank, range(3, 70))
+        said = caught(does)
     assert "SetupError: parameter '4.weight' was replaced" in said, said
 
 
@@ -566,41 +547,31 @@ def test_optimizers_that_keep_a_copy_of_the_parameters_are_refused_by_name(rank:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def leaving(rank: int, world: int, averages: bool) -> tuple[str, float]:
-    module, said = network(), io.StringIO()
+@pytest.mark.parametrize("averages", [False, True])
+@on_ranks(2)
+def test_closing_says_how_far_the_ranks_are_apart(rank: int, world: int, averages: bool) -> None:
+    module, err = network(), io.StringIO()
     optimizer = adamw(module)
     it = sidcomp.compress(module, optimizer, "int4", every=4)
     train(module, optimizer, rank, range(6))
     if averages:
         it.average()
-    with redirect_stderr(said):
+    with redirect_stderr(err):
         it.close()
         it.close()
-    before = flat(module)
+    before, said = flat(module), err.getvalue()
     train(module, optimizer, rank, range(6, 8))  # exchanges nothing
-    return said.getvalue(), float((flat(module) - before).norm())
+    assert not torch.equal(flat(module), before)
+    assert ("closed after 6 steps without run.average()" in said) is (rank == 0 and not averages)
+    assert said.count("closed") <= 1
 
 
-def trained_on(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_a_ddp_model_of_a_closed_run_does_not_drift_apart(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(network())
     optimizer = adamw(ddp)
     with sidcomp.compress(ddp, optimizer, "int4", updates=True) as it:
         train(ddp, optimizer, rank, range(4))
         it.average()
-    try:
+    with pytest.raises(RuntimeError, match="the run is closed"):
         train(ddp, optimizer, rank, range(4, 6))
-    except RuntimeError as e:
-        return str(e)
-    return ""
-
-
-def test_a_ddp_model_of_a_closed_run_does_not_drift_apart() -> None:
-    assert all("the run is closed" in said for said in run(trained_on, 2))
-
-
-@pytest.mark.parametrize("averages", [False, True])
-def test_closing_says_how_far_the_ranks_are_apart(averages: bool) -> None:
-    for rank, (said, moved) in enumerate(run(leaving, 2, averages)):
-        assert moved > 0
-        assert ("closed after 6 steps without run.average()" in said) is (rank == 0 and not averages)
-        assert said.count("closed") <= 1

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import time
-import warnings
 from contextlib import redirect_stderr
 from datetime import timedelta
 from functools import partial
@@ -19,6 +18,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import on_ranks, run
+from heard import warned
 from local_training import alike, backward, flat, network
 from sidcomp.config import specification
 from sidcomp.doors.backend.after_backward import _begun
@@ -263,7 +263,9 @@ def passing(kind: str, x: torch.Tensor, weight: nn.Parameter, reduce: Any) -> to
     return x
 
 
-def with_activations(rank: int, world: int, kind: str) -> Any:
+@pytest.mark.parametrize("kind", ["function", "norm", "hook", "module", "checkpoint", "stage"])
+@on_ranks(2, backend=partial(compressing, "topk", density=0.02))
+def test_gradients_of_activations_stay_exact_and_it_says_so(rank: int, world: int, kind: str) -> None:
     """DDP, and a part of the graph whose backward pass sums something over the default group, too."""
     exact, said, off = dist.new_group(backend="gloo"), io.StringIO(), []
 
@@ -286,16 +288,10 @@ def with_activations(rank: int, world: int, kind: str) -> Any:
                 x.backward(y.grad)
             else:
                 passing(kind, x, weight, reduce).square().sum().backward()
-    return off, steps_of(), said.getvalue()
-
-
-@pytest.mark.parametrize("kind", ["function", "norm", "hook", "module", "checkpoint", "stage"])
-def test_gradients_of_activations_stay_exact_and_it_says_so(kind: str) -> None:
-    backend = partial(compressing, "topk", density=0.02)
-    for rank, (off, steps, said) in enumerate(run(with_activations, 2, kind, backend=backend)):
-        assert off == [False] * 8
-        assert len(steps) == 1 and in_time(steps[0], 8)  # those of DDP are compressed
-        assert said.count("leaves a backward pass's all-reduces exact") == (rank == 0)
+    assert off == [False] * 8
+    (steps,) = steps_of()
+    assert in_time(steps, 8)  # those of DDP are compressed
+    assert said.getvalue().count("leaves a backward pass's all-reduces exact") == (rank == 0)
 
 
 def average(grad: torch.Tensor) -> None:
@@ -366,11 +362,11 @@ def test_gradients_of_parameters_are_compressed(rank: int, world: int, kind: str
     else:
         train(model, rank)
     assert alike(model)
-    steps = steps_of(replicas)
-    assert in_time(sum(steps))
+    assert in_time(sum(steps_of(replicas)))
 
 
-def excluding(rank: int, world: int) -> tuple[list[tuple[int, str]], str]:
+@on_ranks(2, backend=partial(compressing, "topk", density=0.1, exclude="<1KB"))
+def test_sizes_in_exclude_are_those_of_parameters_under_ddp(rank: int, world: int) -> None:
     """The sizes and codecs of the groups of DDP's one bucket, and what is said."""
     said = io.StringIO()
     model = DistributedDataParallel(network())
@@ -378,14 +374,10 @@ def excluding(rank: int, world: int) -> tuple[list[tuple[int, str]], str]:
         train(model, rank, 6)
     assert alike(model)
     (state,) = [p.state for p in group().programs if p.known]
-    return [(g["n"], g["codec"]) for g in state.stats()["groups"]], said.getvalue()
-
-
-def test_sizes_in_exclude_are_those_of_parameters_under_ddp() -> None:
-    backend = partial(compressing, "topk", density=0.1, exclude="<1KB")
-    for rank, (groups, said) in enumerate(run(excluding, 2, backend=backend)):
-        assert sorted(groups) == [(40 + 40 + 120 + 3, "none"), (480 + 1600, "topk")]
-        assert ("compresses 1 all-reduces of each backward pass (0.0 MB) with topk" in said) == (rank == 0)
+    groups = sorted((g["n"], g["codec"]) for g in state.stats()["groups"])
+    assert groups == [(40 + 40 + 120 + 3, "none"), (480 + 1600, "topk")]
+    line = "compresses 1 all-reduces of each backward pass (0.0 MB) with topk"
+    assert (line in said.getvalue()) == (rank == 0)
 
 
 # ---- gradients that are all-reduced after backward()
@@ -414,8 +406,7 @@ def after_backward(rank: int, world: int, kind: str) -> Any:
     model, second = network(), network(1, 50)
     sgd, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, second))
     said = io.StringIO()
-    with redirect_stderr(said), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with redirect_stderr(said), warned(sidcomp.SidcompWarning) as texts:
         for step in range(STEPS):
             exactly(rank, world, kind)
             sgd.zero_grad(set_to_none=kind != "kept")
@@ -437,7 +428,6 @@ def after_backward(rank: int, world: int, kind: str) -> Any:
                 other.step()
             exactly(rank, world, kind)
     assert alike(model) and alike(second)
-    texts = [str(w.message) for w in caught if issubclass(w.category, sidcomp.SidcompWarning)]
     return flat(model), steps_of(), said.getvalue(), texts
 
 
@@ -483,15 +473,14 @@ def test_a_step_ends_lists_on_several_groups_in_one_order(rank: int, world: int)
 def test_metrics_are_not_taken_for_gradients(rank: int, world: int) -> None:
     """DDP, and what a program all-reduces in each step beside it: a loss, a matrix of confusion."""
     model = DistributedDataParallel(network(width=200))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned(sidcomp.SidcompWarning) as texts:
 
         def after(_: nn.Module) -> None:
             for n in (1, 400):
                 dist.all_reduce(torch.ones(n))
 
         train(model, rank, STEPS, after)
-    assert [str(w.message) for w in caught if issubclass(w.category, sidcomp.SidcompWarning)] == []
+    assert not texts
 
 
 # ---- models that are gone
@@ -539,10 +528,11 @@ def test_a_model_inherits_nothing_of_those_that_are_gone(kind: str) -> None:
         assert kind == "hsdp" or counts[-1][1] == 1, counts  # each of its meshes has groups of its own
 
 
-def many(rank: int, world: int) -> list[tuple[int, int]]:
+@on_ranks(2)
+def test_what_models_took_is_freed_when_they_are_gone(rank: int, world: int) -> None:
     """Models of different sizes, one after the other: threads and descriptors after each."""
     ours = sidcomp.backend.process_group(group(), "topk", density=0.1, min_bytes=1000)
-    counts = []
+    counts: list[tuple[int, int]] = []
     for width in range(40, 46):
         model = DistributedDataParallel(network(width=width), process_group=ours)
         train(model, rank, 5)
@@ -553,16 +543,11 @@ def many(rank: int, world: int) -> list[tuple[int, int]]:
             time.sleep(0.02)  # a thread frees what was closed
         counts.append(held())
     assert len(ours.programs) <= 2
-    return counts
+    assert max(counts[2:]) <= counts[1], counts
 
 
 def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
-def test_what_models_took_is_freed_when_they_are_gone() -> None:
-    for counts in run(many, 2):
-        assert max(counts[2:]) <= counts[1], counts
 
 
 @on_ranks(2, backend=partial(compressing, "topk", density=0.1))
@@ -574,8 +559,7 @@ def test_a_module_that_is_wrapped_again_keeps_its_residual(rank: int, world: int
         train(model, rank, 5)
         del model
         gc.collect()
-    steps = steps_of()
-    assert max(steps) >= 7, steps
+    assert max(steps_of()) >= 7, steps_of()
 
 
 # ---- checkpoints
@@ -733,9 +717,8 @@ def test_ranks_with_other_settings_are_refused_at_their_first_pass(
         with pytest.raises(sidcomp.RankError) as e:
             backward(model, rank, step)
         texts.append((e.value.rank, str(e.value)))
-    programs = len(ours.programs)
     assert [rank for rank, _ in texts] == [2, 2] and all(said in text for _, text in texts), texts
-    assert "give every rank the same SIDCOMP" in texts[0][1] and not programs
+    assert "give every rank the same SIDCOMP" in texts[0][1] and not ours.programs
 
 
 # ---- which call is which
@@ -799,8 +782,7 @@ def test_models_that_take_turns_have_states_of_their_own(rank: int, world: int) 
             averaged([x, x[:1000]])
         if step == 5:
             averaged([torch.ones(777)])
-    steps = steps_of()
-    assert steps == [6, 6]
+    assert steps_of() == [6, 6]
 
 
 @on_ranks(2, backend=partial(compressing, "topk", density=0.1))
@@ -824,8 +806,7 @@ def test_models_that_share_a_buffer_have_states_of_their_own(rank: int, world: i
         for model in models:
             train(model, rank, 1)
     assert all(map(alike, models))
-    steps = steps_of()
-    assert steps == [3, 3]
+    assert steps_of() == [3, 3]
 
 
 def different(rank: int, world: int) -> Any:
@@ -937,8 +918,7 @@ def test_models_whose_tensors_move_in_turns_are_not_mixed(rank: int, world: int)
         averaged(new := [torch.full((3000,), float(rank + step % 2))])
         assert torch.equal(new[0], torch.full((3000,), 1.0 + 2 * (step % 2)))
         held[step % 2] = new
-    steps = steps_of()
-    assert sum(steps) == 0
+    assert sum(steps_of()) == 0
 
 
 def nothing_twice(rank: int, world: int, room: str) -> str:
@@ -990,22 +970,20 @@ def test_strict_makes_a_fallback_an_error(rank: int, world: int) -> None:
     x = [torch.ones(3000), torch.ones(2000)]
     for _ in range(4):
         averaged(x)
-    with sidcomp.strict(), pytest.raises((RuntimeError, sidcomp.StrictError)) as e:
+    said = "uncompressed: it had 1 all-reduces"
+    with sidcomp.strict(), pytest.raises((RuntimeError, sidcomp.StrictError), match=said):
         averaged(x[:1])
     averaged(x)
     assert steps_of() == [4]
-    text = str(e.value)
-    assert "uncompressed: it had 1 all-reduces" in text
 
 
 # ---- groups
 
 
-def rules(rank: int, world: int) -> Any:
+def rules(rank: int, world: int, compressed: set[str]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor"))
     unnamed = dist.new_group([0, 1, 2, 3])
     mine = dist.new_group([0, 1, 2, 3], group_desc="mine")
-    out = {}
     for name, to in {
         "default": None,
         "replicate": mesh.get_group("replicate"),
@@ -1016,36 +994,29 @@ def rules(rank: int, world: int) -> Any:
         x = torch.ones(3000)
         for _ in range(4):
             averaged([x], to=to)
-        out[name] = len(steps_of(to))
-    return out
+        assert len(steps_of(to)) == (name in compressed), name
 
 
 def test_groups_compress_by_the_names_of_their_mesh_dimensions() -> None:
-    (of_all,) = {str(x) for x in run(rules, 4, backend=partial(compressing, "topk", density=0.1))}
-    assert of_all == str({"default": 1, "replicate": 1, "tensor": 0, "unnamed": 0, "mine": 0})
-    (of_some,) = {
-        str(x) for x in run(rules, 4, backend=partial(compressing, "topk", density=0.1, groups=["mine"]))
-    }
-    assert of_some == str({"default": 1, "replicate": 0, "tensor": 0, "unnamed": 0, "mine": 1})
+    usual: dict[str, Any] = {"density": 0.1}
+    run(rules, 4, {"default", "replicate"}, backend=partial(compressing, "topk", **usual))
+    run(rules, 4, {"default", "mine"}, backend=partial(compressing, "topk", **usual, groups=["mine"]))
 
 
-def around(rank: int, world: int) -> Any:
+@on_ranks(3)
+def test_a_group_around_ones_own(rank: int, world: int) -> None:
     """A group of one's own, of the last ranks."""
     members = list(range(1, world))
     inner = dist.new_group(members)
     if rank == 0:
-        return None
+        return
     ours = sidcomp.backend.process_group(inner, "topk", density=0.1, min_bytes=1000)
     model = DistributedDataParallel(network(), process_group=ours)
     train(model, rank)
     assert dist.get_process_group_ranks(ours) == members and dist.get_backend(ours) == "sidcomp"
     mine = flat(model)
     dist.broadcast(other := mine.clone(), 1, group=inner)
-    return steps_of(ours), torch.equal(mine, other)
-
-
-def test_a_group_around_ones_own() -> None:
-    assert run(around, 3)[1:] == [([STEPS - 2], True)] * 2
+    assert steps_of(ours) == [STEPS - 2] and torch.equal(mine, other)
 
 
 def failing(rank: int, world: int) -> str:
@@ -1163,8 +1134,7 @@ def trained(rank: int, world: int, how: str) -> list[str]:
     its = torch.optim.Adam(others.parameters(), lr=0.01)
     if how in ("other", "later"):
         mine = torch.optim.SGD(model.parameters(), lr=0.01)
-    with warnings.catch_warnings(record=True) as caught, sidcomp.strict(how == "strict"):
-        warnings.simplefilter("always")
+    with warned(sidcomp.SidcompWarning) as texts, sidcomp.strict(how == "strict"):
         raised = []
         for step in range(10):
             backward(model, rank, step)
@@ -1183,7 +1153,7 @@ def trained(rank: int, world: int, how: str) -> list[str]:
     assert any(p.state is not None and p.steps > 2 for p in group().programs)
     looks = len(_global_optimizer_pre_hooks)
     assert looks == (1 if how in ("SGD", "other") else 0)
-    return raised + [str(w.message) for w in caught if issubclass(w.category, sidcomp.SidcompWarning)]
+    return raised + texts
 
 
 @pytest.mark.parametrize("how", ["plain", "view", "hooks", "hsdp", "second", "later", "strict"])
