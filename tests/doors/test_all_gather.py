@@ -8,7 +8,8 @@ import pytest
 import sidcomp
 import torch
 from harness import on_ranks, run
-from test_fsdp import backward, flat, network, sharded
+from local_training import backward, flat, network, train
+from test_fsdp import sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -17,7 +18,6 @@ STEPS = 12
 
 def gathered(model: Any) -> torch.Tensor:
     """The parameters as forward passes see them."""
-    parts = []
     for module in (model[0], model[2], model):
         module.unshard()
     parts = [p.detach().clone().flatten() for p in model.parameters()]
@@ -30,12 +30,7 @@ def trained(rank: int, world: int, codec: str, arguments: dict[str, Any], option
     """codec "": as torch does it. Returns this rank's shards, late losses, what is gathered, and ratios."""
     model = sharded(init_device_mesh("cpu", (world,)), **options)
     made = sidcomp.fsdp.compress_all_gather(model, codec, **arguments) if codec else []
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        sgd.zero_grad()
-        losses.append(backward(model, rank, step))
-        sgd.step()
+    losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(STEPS))
     assert flat(model).dtype is torch.float32
     return flat(model), sum(losses[-4:]), gathered(model), [x.dense_bytes / x.sent_bytes for x in made]
 
@@ -55,9 +50,15 @@ def test_parameters_travel_rounded() -> None:
             assert len(ratios) == 3 and max(ratios) > ratio
 
 
-def rounding(rank: int, world: int, options: dict[str, Any]) -> tuple[float, bool, bool, bool]:
-    """How far rounded parameters are from their shards; whether two gathers agree, biases are exact, and a
-    step changes what is drawn."""
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "world, options", [(2, {}), pytest.param(3, {"mp_policy": MIXED}, marks=pytest.mark.slow)]
+)
+@on_ranks()
+def test_what_is_rounded(rank: int, world: int, options: dict[str, Any]) -> None:
+    """Two gathers agree, biases are exact, and a step changes what is drawn."""
     model = sharded(init_device_mesh("cpu", (world,)), **options)
     before = gathered(model)
     sidcomp.fsdp.compress_all_gather(model, "int8", exclude="1-D", rounding="stochastic")
@@ -66,19 +67,9 @@ def rounding(rank: int, world: int, options: dict[str, Any]) -> tuple[float, boo
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.0)
-    return (
-        float((first - before).norm() / before.norm()),
-        torch.equal(first, again),
-        torch.equal(first[biases], before[biases]),
-        torch.equal(first, gathered(model)),
-    )
-
-
-@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_is_rounded(bf16: bool) -> None:
-    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if bf16 else {}
-    for error, again, biases, after in run(rounding, 3 if bf16 else 2, options):
-        assert 0 < error < 0.01 and again and biases and not after
+    assert 0 < float((first - before).norm() / before.norm()) < 0.01
+    assert torch.equal(first, again) and torch.equal(first[biases], before[biases])
+    assert not torch.equal(first, gathered(model))
 
 
 @pytest.mark.slow

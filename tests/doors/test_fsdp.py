@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -14,7 +13,8 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import on_ranks, run
-from local_training import alike, backward, flat, network
+from heard import warned
+from local_training import alike, backward, flat, network, train
 from sidcomp.doors.ddp import register
 from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch import nn
@@ -128,11 +128,7 @@ def replicated(rank: int, world: int, codec: str | None) -> Any:
     state = sidcomp.State(codec, groups="model") if codec else None
     if state is not None:
         sidcomp.fsdp.compress(model, state)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        sgd.zero_grad()
-        backward(model, rank, step)
-        sgd.step()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(STEPS))
     assert alike(model)
     return flat(model), state.stats()["steps"] if state is not None else 0
 
@@ -154,11 +150,7 @@ def own_replicas(rank: int, world: int) -> Any:
     model = sharded(mesh["shards"])
     with sidcomp.State("none") as state:
         sidcomp.fsdp.compress(model, state, replicas=mesh.get_group("replicas"))
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(STEPS):
-            sgd.zero_grad()
-            backward(model, rank, step)
-            sgd.step()
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(STEPS))
         return flat(model)
 
 
@@ -171,13 +163,12 @@ def unfollowed(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
     adam = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with warnings.catch_warnings(record=True) as caught, sidcomp.State() as state:
-        warnings.simplefilter("always")
+    with warned() as caught, sidcomp.State() as state:
         sidcomp.fsdp.compress(model, state)
         for step in range(3):
             backward(model, rank, step)
             adam.step()
-    return [str(w.message) for w in caught if "call state.follow(optimizer)" in str(w.message)]
+    return [text for text in caught if "call state.follow(optimizer)" in text]
 
 
 def test_adam_that_nobody_follows_is_named_by_one_rank_of_all_shards() -> None:
@@ -185,17 +176,21 @@ def test_adam_that_nobody_follows_is_named_by_one_rank_of_all_shards() -> None:
     assert len(first) == 1 and "this model is trained with AdamW" in first[0] and not any(others)
 
 
-def found(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> Any:
+@pytest.mark.parametrize(
+    "codec, arguments",
+    [
+        ("auto", {"warmup": 2}),
+        ("auto", {"accuracy": "exact", "warmup": 2}),
+        ("topk", {"groups": "pg", "density": 0.05}),
+    ],
+)
+@on_ranks(4)
+def test_it_plans_across_modules(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> None:
     said = io.StringIO()
-    with redirect_stderr(said):
-        return *planned(rank, codec, arguments), said.getvalue()
-
-
-def planned(rank: int, codec: str, arguments: dict[str, Any]) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with sidcomp.State(codec, **arguments) as state:
+    with redirect_stderr(said), sidcomp.State(codec, **arguments) as state:
         sidcomp.fsdp.compress(model, state)
         for step in range(400):
             sgd.zero_grad()
@@ -208,23 +203,12 @@ def planned(rank: int, codec: str, arguments: dict[str, Any]) -> Any:
                 if settled.item():
                     break
         report = state.plan_report()
-        return alike(model, mesh.get_group("replicate")), report["stage"], report["groups"], state.error
-
-
-@pytest.mark.parametrize(
-    "codec, arguments",
-    [("auto", {}), ("auto", {"accuracy": "exact"}), ("topk", {"groups": "pg", "density": 0.05})],
-)
-def test_it_plans_across_modules(codec: str, arguments: dict[str, Any]) -> None:
-    lines = []
-    if codec == "auto":
-        arguments = {**arguments, "warmup": 2}
-    for same, stage, groups, error, said in run(found, 4, codec, arguments):
-        lines.append([line for line in said.splitlines() if "sidcomp: " in line])
-        assert same and stage == "settled" and error is None
-        assert sum(g["elements"] for g in groups) == (12 * 40 + 40 + 40 * 40 + 40 + 40 * 4 + 4) // 2
+    assert alike(model, mesh.get_group("replicate")) and report["stage"] == "settled" and state.error is None
+    elements = sum(g["elements"] for g in report["groups"])
+    assert elements == (12 * 40 + 40 + 40 * 40 + 40 + 40 * 4 + 4) // 2
     # The ranks of each shard plan for themselves, and one rank of all speaks.
-    assert any("has decided" in line for line in lines[0]) and not any(lines[1:])
+    lines = [line for line in said.getvalue().splitlines() if "sidcomp: " in line]
+    assert any("has decided" in line for line in lines) if rank == 0 else not lines
 
 
 def resumed(rank: int, world: int, room: str, first: int, steps: int) -> Any:
@@ -259,7 +243,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
-def swapped(rank: int, world: int, room: str) -> Any:
+def swapped(rank: int, world: int, room: str) -> None:
     """States of shards: by torch.distributed.checkpoint each rank gets its own, and none takes another's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, state = sharded(mesh), sidcomp.State("topk", density=0.1)
@@ -276,11 +260,13 @@ def swapped(rank: int, world: int, room: str) -> Any:
     assert all(torch.equal(before[name], after[name]) for name in before)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, state.state_dict())
-    with pytest.raises(
-        sidcomp.CheckpointError, match=f"state of shard {1 - rank % 2} of 2.*has shard {rank % 2} of 2"
-    ):
+    said = f"state of shard {1 - rank % 2} of 2.*has shard {rank % 2} of 2"
+    with pytest.raises(sidcomp.CheckpointError, match=said):
         state.load_state_dict(everyone[rank ^ 1])
-    return True
+
+
+def test_no_rank_takes_the_state_of_another_shard(tmp_path: Any) -> None:
+    run(swapped, 4, str(tmp_path))
 
 
 @on_ranks(4)
@@ -292,10 +278,6 @@ def test_a_state_from_before_the_first_step_is_of_no_shard_yet(rank: int, world:
         state.load_state_dict(state.state_dict())
         backward(model, rank, 0)
         assert state.stats()["steps"] == 1
-
-
-def test_no_rank_takes_the_state_of_another_shard(tmp_path: Any) -> None:
-    assert run(swapped, 4, str(tmp_path)) == [True] * 4
 
 
 def on_mesh(rank: int, world: int, shards: int, steps: int, read: str, write: str) -> Any:
@@ -502,10 +484,7 @@ def test_the_residual_of_a_module_that_is_skipped_waits(
     assert sums[0].keys() == sums[1].keys()
     for name, true in sums[0].items():
         torch.testing.assert_close(sums[1][name], true, rtol=1e-4, atol=1e-5, msg=name)
-        mine = sums[1][name]
-        everyone = [torch.empty_like(mine) for _ in range(2)]
-        dist.all_gather(everyone, mine, group=mesh.get_group("replicate"))
-        assert torch.equal(*everyone)
+        assert alike(sums[1][name], mesh.get_group("replicate"))
 
 
 def resumed_branches(rank: int, world: int, first: int) -> Any:
@@ -572,20 +551,20 @@ def test_ranks_that_skip_different_modules_are_told_what_to_do(rank: int, world:
             sgd.step()
         assert alike(model, mesh.get_group("replicate"))
         models.append(flat(model))
-    same = torch.equal(*models)
     ((step, text),) = texts
-    assert step == 2 and same
+    assert step == 2 and torch.equal(*models)
     assert "only rank 0 has gradients of branches.0.bias, branches.0.weight" in text
     assert "only rank 1 has gradients of branches.1.bias, branches.1.weight" in text
 
 
-def in_another_order(rank: int, world: int, codec: str) -> list[float]:
+@on_ranks(2)
+def test_the_order_in_which_gradients_come_may_differ(rank: int, world: int) -> None:
     """FSDP gives a branch that a rank skips a zero gradient, at the end of the pass: each rank has its
     branches in another order. The mean gradient is that of the plain model on both ranks' data."""
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
     model = branching(mesh)
     model.set_reduce_scatter_unused_params(True)
-    with sidcomp.State(codec) as state:
+    with sidcomp.State("none") as state:
         sidcomp.fsdp.compress(model, state)
         pass_of(model, rank, 0, PASSES[0])
         model.zero_grad()
@@ -597,11 +576,6 @@ def in_another_order(rank: int, world: int, codec: str) -> list[float]:
             if name != "pair.1.weight":
                 expected = torch.zeros_like(true) if true.grad is None else true.grad
                 torch.testing.assert_close(mine.grad.to_local(), expected, msg=name)
-    return []
-
-
-def test_the_order_in_which_gradients_come_may_differ() -> None:
-    run(in_another_order, 2, "none")
 
 
 def collected(rank: int, world: int, heeds: bool) -> str:
@@ -713,7 +687,9 @@ def fail_once(form: Any) -> None:
     form.advance = fails
 
 
-def one_shard_fails(rank: int, world: int, codec: str) -> Any:
+@pytest.mark.parametrize("codec", ["topk", "int8"])
+@on_ranks(4)
+def test_what_fails_on_one_shard_fails_on_all_in_the_same_pass(rank: int, world: int, codec: str) -> None:
     """In pass 2 rank 0 cannot encode a group."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, texts = sharded(mesh), []
@@ -733,16 +709,10 @@ def one_shard_fails(rank: int, world: int, codec: str) -> Any:
                 after = state.state_dict()["residuals"]
                 assert all(torch.equal(before[name], after[name]) for name in before)
         assert alike(model, mesh.get_group("replicate"))
-    return texts
-
-
-@pytest.mark.parametrize("codec", ["topk", "int8"])
-def test_what_fails_on_one_shard_fails_on_all_in_the_same_pass(codec: str) -> None:
-    told = run(one_shard_fails, 4, codec)
-    assert [[step for step, _ in texts] for texts in told] == [[2]] * 4
-    assert "planted error, number 4711" in told[0][0][1]
-    assert "payload of rank 0" in told[2][0][1]
-    assert all("another shard of this node has failed" in told[rank][0][1] for rank in (1, 3))
+    ((step, said),) = texts
+    elsewhere = "another shard of this node has failed"
+    assert step == 2
+    assert ("planted error, number 4711", elsewhere, "payload of rank 0", elsewhere)[rank] in said, said
 
 
 # ---- another State
@@ -861,23 +831,13 @@ def both(rank: int, world: int, codec: str) -> Any:
             state = sidcomp.State(codec)
             sidcomp.fsdp.compress(model, state)
             scatters = sidcomp.fsdp.compress_reduce_scatter(model, codec)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(20):
-            sgd.zero_grad()
-            losses.append(backward(model, rank, step))
-            sgd.step()
+        losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(20))
     assert alike(model, mesh.get_group("replicate"))
     ratio = state.stats()["ratio"] if state is not None else 0.0
     if state is not None:
         state.close()
-    return (
-        flat(model),
-        sum(losses[-5:]),
-        ratio,
-        [x.dense_bytes / x.sent_bytes for x in scatters],
-        said.getvalue(),
-    )
+    ratios = [x.dense_bytes / x.sent_bytes for x in scatters]
+    return flat(model), sum(losses[-5:]), ratio, ratios, said.getvalue()
 
 
 def test_reduce_scatter_and_average_together() -> None:
@@ -899,12 +859,8 @@ FP16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 
 
-def refused(rank: int, world: int, case: str) -> tuple[str, str]:
-    """What the error says, and what happens when the program does that instead."""
-    return attempt(rank, world, case, False), attempt(rank, world, case, True)
-
-
 def attempt(rank: int, world: int, case: str, heeds: bool) -> str:
+    """What the error says; heeds: the program does what it advises."""
     mesh = replicas_of(world)
     model: Any = network()
     state = sidcomp.State("topk", density=0.1)
@@ -967,10 +923,12 @@ def attempt(rank: int, world: int, case: str, heeds: bool) -> str:
         ("closed", "closed"),
     ],
 )
-def test_what_is_not_supported_says_what_to_do_and_that_works(case: str, said: str) -> None:
-    for text, then in run(refused, 2, case):
-        assert said in text
-        assert then == "it trains"
+@on_ranks(2)
+def test_what_is_not_supported_says_what_to_do_and_that_works(
+    rank: int, world: int, case: str, said: str
+) -> None:
+    assert said in attempt(rank, world, case, False)
+    assert attempt(rank, world, case, True) == "it trains"
 
 
 def without_its_state(rank: int, world: int, room: str) -> list[str]:
@@ -1025,12 +983,9 @@ def test_it_works_with_the_rest_of_sidcomp(rank: int, world: int) -> None:
         if step != 4:
             sgd.step()
     kinds = {g["names"][0]: (g["codec"], g["density"]) for g in state.stats()["groups"]}
-    steps = state.stats()["steps"]
-    held = sorted(state.state_dict()["residuals"])
-    same = alike(model, mesh.get_group("replicate"))
+    assert state.stats()["steps"] == 20
+    assert sorted(state.state_dict()["residuals"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert alike(model, mesh.get_group("replicate")) and losses[-1] < losses[0]
     state.close()
-    learns = losses[-1] < losses[0]
-    assert same and learns
     assert kinds["4.weight"][0] == "none" and kinds["2.weight"][0] == "topk"
     assert kinds["0.weight"][1] == pytest.approx(0.5, abs=0.01)
-    assert steps == 20 and held == ["0.bias", "0.weight", "2.bias", "2.weight"]
