@@ -46,11 +46,16 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def trains(
+@pytest.mark.parametrize(
+    "every, delay",
+    [(1, 0), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(3, 0, marks=pytest.mark.slow), (3, 1)],
+)
+@pytest.mark.parametrize("optimizer, settings", SETTINGS)
+@on_ranks(2)
+def test_nothing_is_lost_and_the_loss_falls(
     rank: int, world: int, optimizer: str, settings: dict[str, Any], every: int, delay: int
-) -> tuple[float, float]:
-    """The loss at the start and at the end. In between: parameters = point - error, and nothing that an
-    optimizer did is lost or told twice."""
+) -> None:
+    """Parameters = point - error, and nothing that an optimizer did is lost or told twice."""
     module, stepped = network(rank), []
     with sidcomp.State(**settings) as state:
         inner = OPTIMIZERS[optimizer](module.parameters())
@@ -81,19 +86,7 @@ def trains(
         assert not error_of(state, module).any()
         stats = state.stats()
     assert stats["steps"] == 30 and 0 < stats["sent_bytes"] < stats["dense_bytes"]
-    return sum(losses[:6]) / 6, sum(losses[-6:]) / 6
-
-
-@pytest.mark.parametrize(
-    "every, delay",
-    [(1, 0), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(3, 0, marks=pytest.mark.slow), (3, 1)],
-)
-@pytest.mark.parametrize("optimizer, settings", SETTINGS)
-def test_nothing_is_lost_and_the_loss_falls(
-    optimizer: str, settings: dict[str, Any], every: int, delay: int
-) -> None:
-    for first, last in run(trains, 2, optimizer, settings, every, delay):
-        assert last < 0.8 * first
+    assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
 
 
 class Changing:
@@ -120,7 +113,9 @@ class Changing:
     def saved(self) -> None: ...
 
 
-def planned(rank: int, world: int, every: int) -> tuple[int, int]:
+@pytest.mark.parametrize("every", [1, 3])
+@on_ranks(2)
+def test_errors_stay_in_the_parameters_while_groups_change(rank: int, world: int, every: int) -> None:
     """Parameters are the point less the error, also where errors wait for a group that has a memory."""
     module, stepped = network(rank), []
     waited = 0
@@ -148,13 +143,7 @@ def planned(rank: int, world: int, every: int) -> tuple[int, int]:
                 local.average()
                 assert alike(flat(module)) and not error_of(state, module).any()
                 torch.testing.assert_close(flat(module).double(), done, rtol=0, atol=5e-5)
-    return len(groups), waited
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_errors_stay_in_the_parameters_while_groups_change(every: int) -> None:
-    for groups, waited in run(planned, 2, every):
-        assert groups >= 4 and waited >= 8
+    assert len(groups) >= 4 and waited >= 8
 
 
 @on_ranks(2)
@@ -267,17 +256,18 @@ def test_the_line_counts_what_the_noise_correction_sends() -> None:
         assert not other[name][0]
 
 
-def scaled(rank: int, world: int, every: int, fused: bool) -> tuple[float, float]:
+@pytest.mark.parametrize(("every", "fused"), [(1, False), (4, False), (4, True)])
+@on_ranks(2)
+def test_each_rank_may_have_a_scaler_of_its_own(rank: int, world: int, every: int, fused: bool) -> None:
     """Each rank has a GradScaler of its own, and one of them skips a step. Fused: the optimizer skips it."""
     module = network(0)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + rank))
-    losses = []
     with sidcomp.State("int4") as state:
         local = updates("parameters", module, optimizer, state, every=every)
         for step in range(40):
             module.zero_grad()
-            losses.append(backward(module, rank, step, scaler.get_scale()))
+            backward(module, rank, step, scaler.get_scale())
             scaler.scale(torch.zeros(()))  # makes its scale, as scaling the loss does
             if step == 5 and rank == 1:
                 next(module.parameters()).grad[0, 0] = float("inf")
@@ -288,13 +278,7 @@ def scaled(rank: int, world: int, every: int, fused: bool) -> tuple[float, float
             scaler.update()
         local.average()
         assert alike(flat(module)) and state.stats()["steps"] == 40 // every
-    return losses[0], scaler.get_scale()
-
-
-@pytest.mark.parametrize(("every", "fused"), [(1, False), (4, False), (4, True)])
-def test_each_rank_may_have_a_scaler_of_its_own(every: int, fused: bool) -> None:
-    (_, first), (_, second) = run(scaled, 2, every, fused)
-    assert first == 2.0**10 and second == 2.0**10  # halved once from twice as much
+    assert scaler.get_scale() == 2.0**10  # rank 1's is halved once from twice as much
 
 
 @pytest.mark.parametrize(
@@ -309,26 +293,25 @@ def test_a_resumed_run_has_the_same_bits(stop: int, every: int, delay: int, nois
     run(resumes, 2, "parameters", stop, STEPS, {"codec": "topk", "density": 0.1}, how)
 
 
-def evaluated(rank: int, world: int, look: bool, delay: int) -> torch.Tensor:
-    module = network(0)
-    with sidcomp.State("topk", density=0.1) as state:
-        adamw = OPTIMIZERS["AdamW"](module.parameters())
-        local = updates("parameters", module, adamw, state, delay=delay)
-        for step in range(STEPS):
-            train(module, adamw, rank, range(step, step + 1))
-            if look:
-                own = flat(module)
-                with local.common() as m:
-                    assert m is module and not torch.equal(flat(module), own)
-                assert torch.equal(flat(module), own)
-                local.state_dict()
-        return flat(module)
-
-
 @pytest.mark.parametrize("delay", [0, 1])
-def test_looking_at_the_point_changes_nothing(delay: int) -> None:
-    for a, b in zip(run(evaluated, 2, False, delay), run(evaluated, 2, True, delay), strict=True):
-        assert torch.equal(a, b)
+@on_ranks(2)
+def test_looking_at_the_point_changes_nothing(rank: int, world: int, delay: int) -> None:
+    ends = []
+    for look in (False, True):
+        module = network(0)
+        with sidcomp.State("topk", density=0.1) as state:
+            adamw = OPTIMIZERS["AdamW"](module.parameters())
+            local = updates("parameters", module, adamw, state, delay=delay)
+            for step in range(STEPS):
+                train(module, adamw, rank, range(step, step + 1))
+                if look:
+                    own = flat(module)
+                    with local.common() as m:
+                        assert m is module and not torch.equal(flat(module), own)
+                    assert torch.equal(flat(module), own)
+                    local.state_dict()
+            ends.append(flat(module))
+    assert torch.equal(*ends)
 
 
 @on_ranks(2)
@@ -352,7 +335,31 @@ def test_a_refusal_leaves_the_ddp_model_as_it_was(rank: int, world: int) -> None
     assert ddp.require_backward_grad_sync and not ddp._comm_hooks
 
 
-def refused(rank: int, world: int, case: str) -> str:
+@pytest.mark.parametrize(
+    "case, said",
+    [
+        ("every", "at least 1"),
+        ("delay", "delay=2"),
+        ("parts", 'parts=2 needs error="memory"'),
+        ("outer", 'needs error="memory"'),
+        ("host", 'host=True needs error="memory"'),
+        ("deadline", 'deadline=5.0 needs error="memory"'),
+        ("memory", 'memory="residual"'),
+        ("qsgd", "memory that keeps what was not sent"),
+        ("momentum", 'memory="residual"'),
+        ("planned", "leave delay out"),
+        ("bf16", "autocast"),
+        ("optimizer", "0.weight"),
+        ("damaged", "4.bias"),
+        ("order", "State's load_state_dict first"),
+        ("follow", r"state.follow\(None\)"),
+        ("hierarchical", "twoshot"),
+        ("others", r"rank 1 has 'weight' of float32 \[5, 3\] where rank 0 has 'weight' of float32 \[4, 3\]"),
+        ("shards", "is a shard: give as process_group the ranks of all nodes"),
+    ],
+)
+@on_ranks(2)
+def test_what_is_wrong_is_said(rank: int, world: int, case: str, said: str) -> None:
     module = network(0)
     optimizer = OPTIMIZERS["AdamW"](module.parameters())
     make: dict[str, Any] = {
@@ -396,39 +403,8 @@ def refused(rank: int, world: int, case: str) -> str:
         updates("parameters", module, optimizer, state)
 
     make |= {"follow": followed, "hierarchical": node, "others": others, "shards": shards}
-    try:
+    with pytest.raises(sidcomp.errors.SidcompError, match=said):
         make[case]()
-    except sidcomp.errors.SidcompError as e:
-        return str(e)
-    return ""
-
-
-@pytest.mark.parametrize(
-    "case, said",
-    [
-        ("every", "at least 1"),
-        ("delay", "delay=2"),
-        ("parts", 'parts=2 needs error="memory"'),
-        ("outer", 'needs error="memory"'),
-        ("host", 'host=True needs error="memory"'),
-        ("deadline", 'deadline=5.0 needs error="memory"'),
-        ("memory", 'memory="residual"'),
-        ("qsgd", "memory that keeps what was not sent"),
-        ("momentum", 'memory="residual"'),
-        ("planned", "leave delay out"),
-        ("bf16", "autocast"),
-        ("optimizer", "0.weight"),
-        ("damaged", "4.bias"),
-        ("order", "State's load_state_dict first"),
-        ("follow", "state.follow(None)"),
-        ("hierarchical", "twoshot"),
-        ("others", "rank 1 has 'weight' of float32 [5, 3] where rank 0 has 'weight' of float32 [4, 3]"),
-        ("shards", "is a shard: give as process_group the ranks of all nodes"),
-    ],
-)
-def test_what_is_wrong_is_said(case: str, said: str) -> None:
-    for text in run(refused, 2, case):
-        assert said in text
 
 
 # ---- several optimizers
