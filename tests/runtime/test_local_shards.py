@@ -12,9 +12,8 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import on_ranks, run
-from local_training import OPTIMIZERS, backward, batch, go_on, train, updates
+from local_training import OPTIMIZERS, alike, backward, batch, flat, go_on, train, updates
 from sidcomp.local import choice
-from sidcomp.local.shards import own_part
 from sidcomp.runtime import point_to_point
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -64,12 +63,6 @@ def average(module: nn.Module, group: Any) -> None:
         p.grad /= 2
 
 
-def on_all(x: torch.Tensor) -> bool:
-    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, x)
-    return all(torch.equal(x, other) for other in everyone)
-
-
 def beside(rank: int, world: int, kind: str, optimizer: str, steps: int, how: dict[str, Any]) -> list[int]:
     """Updates with codec none over shards, beside the same over whole models whose gradients a
     node averages. Returns how many elements this rank holds, and how many there are."""
@@ -80,7 +73,7 @@ def beside(rank: int, world: int, kind: str, optimizer: str, steps: int, how: di
         how = {"noise_correction": False, "process_group": mesh.get_group("replicate"), **how}
         local = updates(kind, ours, of_ours, state, **how)
         reference = updates(kind, plain, of_plain, of_whole, **how)
-        assert torch.equal(full(ours), full(plain)) and on_all(full(ours))
+        assert torch.equal(full(ours), full(plain)) and alike(full(ours))
         for step in range(steps):
             for module in (ours, plain):
                 module.zero_grad()
@@ -90,7 +83,7 @@ def beside(rank: int, world: int, kind: str, optimizer: str, steps: int, how: di
             of_plain.step()
             assert torch.equal(full(ours), full(plain)), step
             with local.common() as common, torch.no_grad():
-                assert on_all(full(common))
+                assert alike(full(common))
                 before = common(torch.ones(1, 12))  # the root stays gathered after this forward pass
             with reference.common() as common, torch.no_grad():
                 assert torch.equal(before, common(torch.ones(1, 12)))
@@ -99,10 +92,10 @@ def beside(rank: int, world: int, kind: str, optimizer: str, steps: int, how: di
             gathered = get_model_state_dict(common, options=WHOLE)
         with reference.common() as common:
             assert all(torch.equal(x, gathered[name]) for name, x in common.state_dict().items())
-        assert on_all(full(ours)) is (local.steps % local.every == 0 and not local.delay)
+        assert alike(full(ours)) is (local.steps % local.every == 0 and not local.delay)
         local.average()
         reference.average()
-        assert on_all(full(ours)) and torch.equal(full(ours), full(plain))
+        assert alike(full(ours)) and torch.equal(full(ours), full(plain))
         return [sum(x.numel() for v in local.vectors for x in v.parameters), full(ours).numel()]
 
 
@@ -144,12 +137,14 @@ def test_without_a_codec_it_is_diloco(rank: int, world: int) -> None:
                     p.grad /= world
                 sgd.step()
                 theirs.load_state_dict(point.state_dict())
-        assert on_all(full(ours))
+        assert alike(full(ours))
     theirs, ours, start = full(theirs), full(ours), full(whole(0))
     assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
 
 
-def trained(rank: int, world: int, delay: int) -> tuple[float, float, float]:
+@pytest.mark.parametrize("delay", [0, pytest.param(2, marks=SLOW)])
+@on_ranks(4)
+def test_it_learns_compressed_and_the_nodes_have_the_same_bits(rank: int, world: int, delay: int) -> None:
     mesh, losses = meshes(), []
     module = sharded(mesh, rank // 2)
     optimizer = OPTIMIZERS["Adam"](module.parameters())
@@ -159,17 +154,10 @@ def trained(rank: int, world: int, delay: int) -> tuple[float, float, float]:
         for step in range(40 * EVERY):
             losses += train(module, optimizer, rank, range(step, step + 1))
             if not delay:
-                assert on_all(full(module)) is ((step + 1) % EVERY == 0)
+                assert alike(full(module)) is ((step + 1) % EVERY == 0)
         with outer.common() as common:
-            assert on_all(full(common))
-        ratio = state.stats()["ratio"]
-    return sum(losses[:6]), sum(losses[-6:]), ratio
-
-
-@pytest.mark.parametrize("delay", [0, pytest.param(2, marks=SLOW)])
-def test_it_learns_compressed_and_the_nodes_have_the_same_bits(delay: int) -> None:
-    for first, last, ratio in run(trained, 4, delay):
-        assert last < 0.7 * first and ratio > 4
+            assert alike(full(common))
+        assert sum(losses[-6:]) < 0.7 * sum(losses[:6]) and state.stats()["ratio"] > 4
 
 
 FSDPS: dict[str, dict[str, Any]] = {
@@ -200,12 +188,12 @@ def test_with_errors_in_parameters_it_learns_and_the_nodes_agree(
         for step in range(80):
             losses += train(module, optimizer, rank, range(step, step + 1))
             if step % 8 == 7:
-                assert not on_all(full(module)), "each node has its own error"
+                assert not alike(full(module)), "each node has its own error"
                 with local.common() as common:
-                    assert on_all(full(common))
+                    assert alike(full(common))
         ratio = state.stats()["ratio"]
         local.average()
-        assert on_all(full(module))
+        assert alike(full(module))
     first, last = sum(losses[:6]), sum(losses[-6:])
     assert last < 0.7 * first and ratio > 2  # with the samples of gradients, many for such small tensors
 
@@ -226,13 +214,12 @@ def test_each_shard_finds_a_plan(rank: int, world: int) -> None:
             if step > 2 and settled:
                 break
         with local.common() as common:
-            assert on_all(full(common))
+            assert alike(full(common))
         report, said = state.plan_report(), state.explain()
         local.average()
-        assert on_all(full(module))
-    report = {**report, "said": said}
+        assert alike(full(module))
     assert report["stage"] in ("settled", "warming up") and report["dense_ps"] > 0
-    assert "an uncompressed exchange" in report["said"]
+    assert "an uncompressed exchange" in said
 
 
 def moved(rank: int, world: int, kind: str, corrected: bool | str, how: dict[str, Any]) -> float:
@@ -253,7 +240,7 @@ def moved(rank: int, world: int, kind: str, corrected: bool | str, how: dict[str
                 own += 4 + 20 * torch.randn(own.shape, generator=draw)
             optimizer.step()
         local.average()
-        assert on_all(full(module))
+        assert alike(full(module))
     return float((full(module) - start).mean())
 
 
@@ -300,7 +287,7 @@ def test_what_is_not_finite_in_one_shard_is_undone_in_all(rank: int, world: int,
                 assert not torch.equal(full(module), before)
         if kind == "parameters":
             outer.average()
-        assert on_all(full(module)) and torch.isfinite(full(module)).all()
+        assert alike(full(module)) and torch.isfinite(full(module)).all()
 
 
 @pytest.mark.parametrize(
@@ -332,15 +319,11 @@ def test_what_fails_in_one_shard_is_raised_in_all(
             with pytest.raises((RuntimeError, sidcomp.ExchangeError)) as raised:
                 optimizer.step()
         with outer.common() as common:
-            assert on_all(full(common)), "nothing has moved on any rank, and the node's exchanges are in step"
+            assert alike(full(common)), "nothing has moved on any rank, and the node's exchanges are in step"
         outer.average()
-        assert on_all(full(module))
+        assert alike(full(module))
         said = str(raised.value)
     assert ("another shard of this node has failed" if rank % 2 else "broken") in said
-
-
-def local(module: nn.Module) -> torch.Tensor:
-    return torch.cat([own_part(p).detach().flatten().double() for p in module.parameters()])
 
 
 def broken(*_: Any) -> Any:
@@ -356,15 +339,16 @@ def test_what_fails_in_one_shard_loses_nothing_in_any(rank: int, world: int, err
     module = sharded(mesh, 0)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.02)
     stepped: list[torch.Tensor] = []
-    optimizer.register_step_post_hook(lambda *_: stepped.append(local(module)))
+    optimizer.register_step_post_hook(lambda *_: stepped.append(flat(module).double()))
     group = mesh.get_group("replicate")
     options = sidcomp.Options(error=error, nonfinite="rollback")
     with sidcomp.compress(module, optimizer, "topk", density=0.2, process_group=group, options=options) as it:
-        start, done = local(module), torch.zeros_like(local(module))
+        start = flat(module).double()
+        done = torch.zeros_like(start)
         for step in range(9):
             module.zero_grad()
             backward(module, rank, step)
-            before, kept = local(module), point_to_point.post
+            before, kept = flat(module).double(), point_to_point.post
             if step == 4 and rank % 2 == 0:
                 point_to_point.post = broken
             with pytest.raises((RuntimeError, sidcomp.ExchangeError)) if step == 4 else nullcontext():
@@ -372,7 +356,7 @@ def test_what_fails_in_one_shard_loses_nothing_in_any(rank: int, world: int, err
             point_to_point.post = kept
             done += stepped.pop() - before
         it.average()
-        went, mean = local(module) - start, done.clone()
+        went, mean = flat(module).double() - start, done.clone()
         dist.all_reduce(mean, group=group)
         away = float((went - mean / 2).norm() / (mean / 2).norm())
     assert away < 1e-5, f"{away:.1e} of what the optimizers did is missing or doubled"
@@ -381,9 +365,9 @@ def test_what_fails_in_one_shard_loses_nothing_in_any(rank: int, world: int, err
 # ---- checkpoints
 
 
-def resumed(rank: int, world: int, kind: str, stop: int, delay: int, path: str) -> list[str]:
-    """A run that is stopped after `stop` steps and resumed, beside one that is not. Returns what is said of a
-    dictionary of the other shard."""
+def resumed(rank: int, world: int, kind: str, stop: int, delay: int, path: str) -> None:
+    """A run that is stopped after `stop` steps and resumed, beside one that is not; and a dictionary of the
+    other shard."""
 
     def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> tuple[dict[str, Any], Any]:
         mesh = meshes()
@@ -405,12 +389,10 @@ def resumed(rank: int, world: int, kind: str, stop: int, delay: int, path: str) 
     assert torch.equal(end, again)
     dist.barrier()
     other = torch.load(f"{path}/{rank ^ 1}", weights_only=True)
-    said = []
     for name in ("state", "outer"):
         with pytest.raises(sidcomp.errors.CheckpointError) as wrong:
             part(0, 0, EVERY, {**saved, name: other[name]})
-        said.append(str(wrong.value))
-    return said
+        assert all(f"shard {shard} of 2" in str(wrong.value) for shard in (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -418,10 +400,7 @@ def resumed(rank: int, world: int, kind: str, stop: int, delay: int, path: str) 
     [("outer", 6, 3), pytest.param("outer", 6, 0, marks=SLOW), ("parameters", 6, EVERY)],
 )
 def test_a_resumed_run_has_the_same_bits(kind: str, stop: int, delay: int, tmp_path: Path) -> None:
-    for rank, said in enumerate(run(resumed, 4, kind, stop, delay, str(tmp_path))):
-        mine, other = f"shard {rank % 2} of 2", f"shard {1 - rank % 2} of 2"
-        for text in said:
-            assert mine in text and other in text
+    run(resumed, 4, kind, stop, delay, str(tmp_path))
 
 
 def on_nodes(rank: int, world: int, kind: str, path: str) -> list[float]:
@@ -450,13 +429,8 @@ def on_nodes(rank: int, world: int, kind: str, path: str) -> list[float]:
         losses = train(module, optimizer, rank, range(6 if world == 4 else 120))
         if world == 4:
             own, adam = get_state_dict(module, optimizer, options=WHOLE)
-            names = {
-                "module": own,
-                "optimizer": adam,
-                "state": state.state_dict(),
-                "outer": outer.state_dict(),
-            }
-            torch.save(names, f"{path}/{rank}")
+            kept = {"state": state.state_dict(), "outer": outer.state_dict()}
+            torch.save({"module": own, "optimizer": adam, **kept}, f"{path}/{rank}")
     return losses
 
 
@@ -470,7 +444,9 @@ def test_another_number_of_nodes_takes_over(kind: str, tmp_path: Path) -> None:
 # ---- a GradScaler
 
 
-def scaled(rank: int, world: int, kind: str) -> tuple[float, float]:
+@pytest.mark.parametrize("kind", ["outer", "parameters"])
+@on_ranks(4)
+def test_the_ranks_of_a_node_skip_a_step_together(rank: int, world: int, kind: str) -> None:
     """Each node has a scale of its own, and the second one skips a step because of an element that one of its
     ranks holds. Beside the same over whole models."""
     mesh = meshes()
@@ -500,50 +476,42 @@ def scaled(rank: int, world: int, kind: str) -> tuple[float, float]:
             if step == 4:  # no exchange
                 assert torch.equal(before, full(ours)) is (rank // 2 == 1)
             assert torch.equal(full(ours), full(plain)), step
-    return trained[0][2].get_scale(), trained[1][2].get_scale()
-
-
-@pytest.mark.parametrize("kind", ["outer", "parameters"])
-def test_the_ranks_of_a_node_skip_a_step_together(kind: str) -> None:
-    assert run(scaled, 4, kind) == [(2.0**10, 2.0**10)] * 4  # the second node's is halved once
+    assert all(scaler.get_scale() == 2.0**10 for *_, scaler in trained)  # the second node's is halved once
 
 
 # ---- what is refused
 
 
-def refused(rank: int, world: int) -> list[str]:
+@on_ranks(4)
+def test_what_does_not_fit_is_refused(rank: int, world: int) -> None:
     mesh = meshes()
     crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][rank in (1, 2)]
     hsdp = whole(0)
     fully_shard(hsdp, mesh=mesh)
-    for_each: list[tuple[nn.Module, dict[str, Any]]] = [
-        (sharded(mesh, 0), {}),
-        (sharded(mesh, 0), {"process_group": dist.group.WORLD}),
-        (sharded(mesh, 0), {"process_group": crossed}),
-        (hsdp, {"process_group": mesh.get_group("replicate")}),
-        (sharded(mesh, 0), {"process_group": mesh.get_group("replicate"), "deadline": 5.0}),
+    nodes = mesh.get_group("replicate")
+    cases: list[tuple[str, nn.Module, str, dict[str, Any]]] = [
+        ("give as process_group the ranks of all nodes", sharded(mesh, 0), "outer", {}),
+        ("of them too", sharded(mesh, 0), "outer", {"process_group": dist.group.WORLD}),
+        ("rank 1 of the process group holds shard", sharded(mesh, 0), "outer", {"process_group": crossed}),
+        ("of them too", hsdp, "outer", {"process_group": nodes}),
+        *[
+            (
+                "rounds are between all ranks",
+                sharded(mesh, 0),
+                "outer",
+                {"process_group": nodes, "deadline": 5.0},
+            )
+        ],
+        ("give as process_group the ranks of all nodes", sharded(mesh, 0), "parameters", {}),
     ]
-    said = []
-    for module, how in for_each:
-        with pytest.raises(sidcomp.errors.SidcompError) as error:
-            updates("outer", module, OPTIMIZERS["SGD"](module.parameters()), sidcomp.State("none"), **how)
-        said.append(str(error.value))
-    module = sharded(mesh, 0)
-    with pytest.raises(sidcomp.errors.SidcompError) as error:
-        updates("parameters", module, OPTIMIZERS["SGD"](module.parameters()))
-    return [*said, str(error.value)]
+    for said, module, kind, how in cases:
+        state = sidcomp.State("none") if kind == "outer" else None
+        with pytest.raises(sidcomp.errors.SidcompError, match=said):
+            updates(kind, module, OPTIMIZERS["SGD"](module.parameters()), state, **how)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    for none, all_, crossed, hsdp, deadline, errors in run(refused, 4):
-        assert "give as process_group the ranks of all nodes" in none
-        assert "of them too" in all_ and "of them too" in hsdp
-        assert "rank 1 of the process group holds shard" in crossed
-        assert "rounds are between all ranks" in deadline
-        assert "give as process_group the ranks of all nodes" in errors
-
-
-def chosen_over_shards(rank: int, world: int) -> tuple[str, str]:
+@on_ranks(4)
+def test_auto_chooses_the_fewest_bytes_of_all_shards(rank: int, world: int) -> None:
     """Each shard measures for itself, and would choose something else."""
     mesh = meshes()
     module = sharded(mesh, 0)
@@ -555,11 +523,4 @@ def chosen_over_shards(rank: int, world: int) -> tuple[str, str]:
             module.zero_grad()
             backward(module, rank, step)
             optimizer.step()
-        return choice.label(own), str(it)
-
-
-def test_auto_chooses_the_fewest_bytes_of_all_shards() -> None:
-    found = run(chosen_over_shards, 4)
-    assert len({own for own, _ in found}) == 2
-    for _, report in found:
-        assert f"why: {choice.label(choice.CANDIDATES[3])} is chosen" in report, report
+        assert f"why: {choice.label(choice.CANDIDATES[3])} is chosen" in str(it), str(it)

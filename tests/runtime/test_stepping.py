@@ -2,13 +2,13 @@
 
 import copy
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from heard import warned
 from sidcomp.errors import ArgumentError, UnsupportedError
 from sidcomp.local.stepping import Stepping
 from sidcomp.runtime.optimizers import chains
@@ -68,14 +68,13 @@ def test_an_optimizer_that_never_steps_is_named() -> None:
     both = [sgd(p), torch.optim.AdamW([q])]
     owner = Owner(p)
     Stepping(owner, chains(both))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warned() as told:
         for step in range(300):
             both[0].step()
             if step < 150:
                 both[1].step()
     assert owner.steps == 150
-    (said,) = [str(w.message) for w in told if "sidcomp" in str(w.message)]
+    (said,) = [text for text in told if "sidcomp" in text]
     assert "SGD has stepped 100 times while AdamW has not" in said
 
 

@@ -12,6 +12,7 @@ import pytest
 import sidcomp
 import torch
 from harness import on_ranks, run
+from heard import warned
 from sidcomp.config import accuracy
 from sidcomp.doors.ddp import register, rewrap
 from sidcomp.local.steps import Updates
@@ -22,6 +23,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 FORTIETH, INT4, FP16 = ("topk density=0.084 values=log4 indices=packed", "int4", "fp16")
+MODEL: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 1))  # noqa: E731
 
 
 def beside(kind: Any, *arguments: Any, **named: Any) -> list[str]:
@@ -125,13 +127,15 @@ def test_every_model_and_number_of_ranks_counts(
         assert beside(AdamW, accuracy=level) == (["int2"] if level in levels else [INT4])
 
 
-def trained(rank: int, world: int, kind: str, stop: int) -> tuple[list[str], bool]:
-    """A run that is stopped after `stop` steps and resumed, and one that is not. In the resumed one the State
+@pytest.mark.parametrize("kind, codec", [("Adam", "int4"), ("SGD", "topk")])
+@on_ranks(2)
+def test_a_run_uses_it_and_resumes_with_the_same_bits(rank: int, world: int, kind: str, codec: str) -> None:
+    """A run that is stopped after 3 steps and resumed, and one that is not. In the resumed one the State
     loads its checkpoint before it sees the optimizer."""
 
     def part(first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
         torch.manual_seed(0)
-        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 1)))
+        ddp = DistributedDataParallel(MODEL())
         optimizer = {"Adam": Adam, "SGD": SGD}[kind](ddp.parameters(), lr=0.01)
         with sidcomp.State() as state:
             register(ddp, state)
@@ -147,19 +151,12 @@ def trained(rank: int, world: int, kind: str, stop: int) -> tuple[list[str], boo
                 optimizer.step()
             copy = pickle.loads(pickle.dumps(state))
             assert copy.settings.saved() == state.settings.saved()
-            codecs = [g["codec"] for g in state.stats()["groups"]]
+            assert {g["codec"] for g in state.stats()["groups"]} == {codec}
             both = {"module": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
-            return {**both, "state": state.state_dict(), "codecs": codecs}
+            return {**both, "state": state.state_dict()}
 
     whole, again = part(0, 6, None), part(3, 6, part(0, 3, None))
-    same = all(torch.equal(x, again["module"][name]) for name, x in whole["module"].items())
-    return again["codecs"], same
-
-
-@pytest.mark.parametrize("kind, codec", [("Adam", "int4"), ("SGD", "topk")])
-def test_a_run_uses_it_and_resumes_with_the_same_bits(kind: str, codec: str) -> None:
-    for codecs, same in run(trained, 2, kind, 3):
-        assert set(codecs) == {codec} and same
+    assert all(torch.equal(x, again["module"][name]) for name, x in whole["module"].items())
 
 
 def test_nothing_rounded_needs_a_residual() -> None:
@@ -170,8 +167,6 @@ def test_nothing_rounded_needs_a_residual() -> None:
 
 
 # ---- an optimizer that nobody follows
-
-MODEL: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 1))  # noqa: E731
 
 
 class Wrapper:
@@ -197,8 +192,7 @@ def unfollowed(rank: int, world: int, how: str, named: dict[str, Any]) -> list[s
     other = Adam([torch.zeros(3, requires_grad=True)])
     other.param_groups[0]["params"][0].grad = torch.ones(3)
     state = sidcomp.State(**named)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned(sidcomp.SidcompWarning) as caught:
         register(ddp, state)
         if how == "followed":
             state.follow(optimizer)
@@ -214,7 +208,7 @@ def unfollowed(rank: int, world: int, how: str, named: dict[str, Any]) -> list[s
     del ddp, scheduler
     state.close()
     assert not _global_optimizer_pre_hooks
-    return [str(w.message) for w in caught if issubclass(w.category, sidcomp.SidcompWarning)]
+    return caught
 
 
 @pytest.mark.parametrize("how", ["plain", "wrapped", "two"])
@@ -253,9 +247,9 @@ def test_where_the_loss_is_kept_or_was_accepted_nothing_is_said(how: str, named:
         assert not said
 
 
-def later(rank: int, world: int) -> int:
-    """The model is wrapped anew after the warning, and a State takes over a checkpoint made beside Adam.
-    Returns how many warnings there were."""
+@on_ranks(2)
+def test_nothing_is_said_twice_or_where_a_checkpoint_has_chosen(rank: int, world: int) -> None:
+    """The model is wrapped anew after the warning, and a State takes over a checkpoint made beside Adam."""
     ddp = DistributedDataParallel(MODEL())
     adam = AdamW(ddp.parameters(), lr=0.01)
 
@@ -263,8 +257,7 @@ def later(rank: int, world: int) -> int:
         model(torch.ones(8, 20)).square().mean().backward()
         adam.step()
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         with sidcomp.State() as state:
             register(ddp, state)
             step(ddp)
@@ -283,11 +276,7 @@ def later(rank: int, world: int) -> int:
             state.load_state_dict(saved)
             step(ddp)
             assert {g["codec"] for g in state.stats()["groups"]} == {"int4"}
-    return len([w for w in caught if "trained with AdamW" in str(w.message)])
-
-
-def test_nothing_is_said_twice_or_where_a_checkpoint_has_chosen() -> None:
-    assert run(later, 2) == [1, 0]
+    assert sum("trained with AdamW" in text for text in caught) == (rank == 0)
 
 
 @on_ranks(2)
