@@ -101,12 +101,9 @@ def bits_per_second(shown: str) -> float:
 
 def surface(task: str, world: int, rate: str, steps: int, turns: int) -> list[dict[str, Any]]:
     """What share of the step without communication each way leaves."""
-    with (
-        Lab.build(world, parse_rate(rate)) as hosts,
-        tempfile.TemporaryDirectory(prefix="surface-") as folder,
-    ):
-        print(*hosts.introduce(), sep="\n", flush=True)
-        took = run(hosts, folder, f"{task}-paced", [(ALONE, 1), *ON_SURFACE], steps, turns)
+    with Lab.build(world, parse_rate(rate)) as hosts:
+        hosts.introduce()
+        took = run(hosts, f"{task}-paced", [(ALONE, 1), *ON_SURFACE], steps, turns)
     alone = took[ALONE, 1]
     elements = sum(p.numel() for p in TASKS[task](0, world, 1, "cpu").model().parameters())
     dense = 1e3 * 8 * 4 * elements * 2 * (world - 1) / world / (parse_rate(rate) or math.inf)

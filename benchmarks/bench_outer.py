@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if unknown := [way for way in args.ways or [] if way not in WAYS]:
         parser.error(f"--ways {unknown[0]!r}: choose from {', '.join(map(repr, WAYS))}")
-    if not args.lab and None in (args.equal_time, args.times):
+    if args.lab == (args.times is not None) or (args.equal_time is None) != (args.times is None):
         parser.error("give --lab, or --equal-time and --times")
     args.bfloat16 = flags.computes_in_bfloat16("cpu")
     try:

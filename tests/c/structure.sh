@@ -44,6 +44,7 @@ only csrc/fusion/*.c -- planner.h
 only csrc/exchange/*.h -- '\.\./(core/core.h|exchanges.def)'
 only csrc/exchange/*.c -- exchange.h '\.\./(core/checksum|core/vectors|sidcomp_cuda|sidcomp_nccl).h'
 none 'internal.h is for cuda/ and the tests' grep -rn '"\(\.\./\)*internal\.h"' csrc
+only python/binding/module.cpp -- '[a-z]+\.cpp'
 only $(ls python/binding/*.[ch]pp | grep -v module.cpp) -- fusion.h 'sidcomp(_cuda|_delta|_nccl)?.h' '[a-z]+\.hpp'
 
 only cuda/core/map.h -- internal.h

@@ -27,6 +27,7 @@ def answers(python: Path, text: str) -> None:
 
 
 def test_without_a_python_it_says_what_to_install(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = python.with_name("python")  # which PATH does not lead to
     with pytest.raises(
         SystemExit, match=r"no Python 3\.12 \(Debian, Ubuntu: apt-get install python3\.12-dev"
     ):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks, run
 from sidcomp.runtime import reaper
-from sidcomp.runtime.cpu_executor import CpuExecutor
+from sidcomp.runtime.step import Step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -142,15 +142,15 @@ def drop_in_a_callback(rank: int, world: int) -> bool:
     """The last to hold it is a thread of its own process group, which frees it, but not the group."""
     trained({"codec": "none"})
     before = at_rest()
-    landed: Callable[[CpuExecutor], None] = CpuExecutor._leave
+    landed: Callable[[Step], None] = Step.leave
     threads: set[str] = set()
 
-    def late(executor: CpuExecutor) -> None:
-        landed(executor)
+    def late(step: Step) -> None:
+        landed(step)
         time.sleep(0.3)
         threads.add(threading.current_thread().name)
 
-    CpuExecutor._leave = late  # type: ignore[method-assign]
+    Step.leave = late  # type: ignore[method-assign]
     for _ in range(20):
         threads.clear()
         with no_collector():

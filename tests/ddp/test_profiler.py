@@ -15,7 +15,7 @@ import torch.distributed as dist
 from common import CODECS, KINDS
 from harness import run
 from sidcomp.runtime import communicator, point_to_point
-from sidcomp.runtime.cpu_executor import CpuExecutor
+from sidcomp.runtime.step import Step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,16 +44,16 @@ def works_after_backward(rank: int, world: int, cases: list[dict[str, Any]]) -> 
 
         return noted
 
-    landed = CpuExecutor._leave
+    landed = Step.leave
 
-    def late(executor: CpuExecutor) -> None:
-        landed(executor)
+    def late(step: Step) -> None:
+        landed(step)
         time.sleep(LATE_S)  # the thread of Gloo has still to end the work
 
     communicator.Exchange.all_reduce = noting(communicator.Exchange.all_reduce)  # type: ignore[method-assign]
     communicator.Exchange.all_gather = noting(communicator.Exchange.all_gather)  # type: ignore[method-assign]
     point_to_point.post = noting(point_to_point.post)
-    CpuExecutor._leave = late  # type: ignore[method-assign]
+    Step.leave = late  # type: ignore[method-assign]
     failed = []
     with torch.profiler.profile():
         for case in cases:

@@ -534,8 +534,12 @@ def load(
 ) -> dict[str, Any]:
     """What is owed after a step, less what that step's gradients brought, plus what came out."""
     twin = Trainer(CASES["cap-small"], rank, ddp=False)
-    trainer, state = trained(rank, "cap-small", "bucket", **settings)
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = make_state("bucket", trainer.module, **settings)
     state.load_state_dict(states, redistribute=redistribute)
+    register(trainer.wrapper, state)
+    at_end(state.close)
+    at_end(trainer.close)
     trainer.step()
     twin.step()
     out = owed(state, world, [name for name, _ in trainer.named()])

@@ -6,7 +6,7 @@
  *   the record                    rendezvous.Rounds: one JSON text in the store. An `atomic` that changes it is one
  *                                 compare-and-set (Rounds._change), a guard that waits for it a look
  *   train                         steps.Updates._exchange_if_due; elastic.Meetings.count, .missed, .begin
- *   join, arrive, enter           rendezvous.Rounds.meet; elastic.Attendance.join, of a rank without parameters
+ *   join, arrive, enter           rendezvous.Rounds.meet; elastic.Attendance.begin, of a rank without parameters
  *   founded, newer, close         rendezvous._founded, _lacks, Rounds._close
  *   unstick, advance              rendezvous.Rounds._unstick, _advance
  *   send, came                    elastic.Attendance._take_part; rendezvous.RoundExchange

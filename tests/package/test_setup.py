@@ -175,8 +175,7 @@ def test_make_tells_how_many_files_it_will_compile(tmp_path: Path) -> None:
         return {name for line in told.stdout.splitlines() if (name := setup.compiled(line))}
 
     first = counted()
-    assert {"csrc/core/core.c", "csrc/isa/simd.c"} <= first
-    assert {str(f.relative_to(ROOT)) for f in (ROOT / "python").rglob("*.cpp")} <= first
+    assert {"csrc/core/core.c", "csrc/isa/simd.c", "python/binding/module.cpp"} <= first
     subprocess.run([*make, "-s", f"{tmp_path}/csrc/core/core.c.o"], check=True)
     assert counted() == first - {"csrc/core/core.c"}
 
@@ -193,7 +192,7 @@ def test_a_build_that_goes_on_compiles_what_is_missing_and_counts_it(tmp_path: P
 
     every = compiled("ext")
     objects = sorted((tmp_path / "o").rglob("*.o"))
-    assert len(objects) == len(every) > 50
+    assert len(objects) == len(every) > 40
     for one in objects[::2]:
         one.unlink()
     (tmp_path / "x.so").unlink()

@@ -301,7 +301,7 @@ class Updates:
         own = self.shards.find(self.module)
         for v in self.vectors if own else ():
             v.take(own)
-        if own and isinstance(self.noise, SketchNoise):
+        if self.shards.part and isinstance(self.noise, SketchNoise):
             self.noise.find()
 
     def of(self, together: Sequence[int]) -> list[Vectors]:
