@@ -26,7 +26,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Generator, Iterable, Iterator
 from functools import cached_property, partial
@@ -36,13 +35,11 @@ from typing import Any, NamedTuple
 import sidcomp
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn import functional as F
 
 from benchmarks.common import RESULTS, command, machine, report, side_by_side, write
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from tasks import GPTModel
+from benchmarks.examples import GPTModel
+from benchmarks.ranks import spawned
 
 LAYERS, HEADS, TIME, STREAMS = 2, 2, 64, 16
 HELD = 512  # windows of TIME bytes
@@ -226,11 +223,7 @@ def train(
     return run
 
 
-def rank_main(
-    rank: int, world: int, file: str, texts: list[Text], width: int, steps: int, cell: Cell, out: str
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+def on_rank(rank: int, world: int, texts: list[Text], width: int, steps: int, cell: Cell) -> dict[str, float]:
     data = Data(texts[0], steps, rank, world)
     torch.manual_seed(cell.seed)
     model = GPTModel(width, LAYERS, HEADS, TIME)
@@ -251,18 +244,11 @@ def rank_main(
         other = Data(texts[1], FURTHER)
         train(model.train(), other, FURTHER_RATE, FURTHER, cell.seed, None)
         found["further"] = other.held_out(model).item() / (HELD * TIME)
-        Path(out).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def trained(texts: list[Text], width: int, steps: int, cell: Cell) -> dict[str, float]:
-    world = max(1, cell.ranks)
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        out = f"{folder}/out.json"
-        given = (world, f"{folder}/store", texts, width, steps, cell, out)
-        mp.start_processes(rank_main, given, nprocs=world)
-        return dict(json.loads(Path(out).read_text()))
+    return dict(spawned(on_rank, max(1, cell.ranks), texts, width, steps, cell))
 
 
 class Runs:
