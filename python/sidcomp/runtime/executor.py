@@ -36,9 +36,11 @@ class Executor:
 
     def prepare(self, group: Group, world: int, twice: bool) -> None:
         """Allocates states and buffers of the group. twice: two states."""
+        raise NotImplementedError
 
     def prepare_full(self, group: Group, plan: _core.Plan) -> None:
         """Allocates what the group needs for full-precision steps."""
+        raise NotImplementedError
 
     def connect(
         self,
@@ -49,9 +51,11 @@ class Executor:
         check: ReplicaCheck,
     ) -> None:
         """Takes the groups of a new layout. All ranks call it at the same point of the program."""
+        raise NotImplementedError
 
     def let_go(self) -> None:
         """Drops the groups of the layout. Call it between steps."""
+        raise NotImplementedError
 
     def keep_two(self, group: Group) -> bool:
         """Makes the group's state two states. False: it already has two, or has none."""
@@ -59,6 +63,7 @@ class Executor:
 
     def turn(self, group: Group) -> None:
         """Switches the group between the codec's steps and full-precision steps."""
+        raise NotImplementedError
 
     def residual(self, group: Group) -> Sequence[Residual]:
         """Returns the first vector of the group's memory, on the group's device, in one or several parts. The
@@ -68,6 +73,7 @@ class Executor:
 
     def clear(self, group: Group) -> None:
         """Sets the group's memory to 0. Call it between steps."""
+        raise NotImplementedError
 
     # ---- a step
 
@@ -81,6 +87,7 @@ class Executor:
     def launch(self, group: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
         """Encodes a group and starts its exchange. unable: why this rank cannot encode; then the other ranks
         fail too. withdrawn: the futures of this rank have failed already."""
+        raise NotImplementedError
 
     def launched(self, groups: Sequence[Group], in_place: bool) -> None:
         """Called when all groups of the step have been launched. in_place: the groups have one state."""
@@ -100,10 +107,12 @@ class Executor:
     def forget(self, groups: Sequence[Group], several: bool) -> None:
         """Clears the residuals of these groups, which worked in place, because the last step is discarded.
         several: more than one step is discarded."""
+        raise NotImplementedError
 
     def compare(self, bucket: Bucket, step: int) -> None:
         """Gathers the checksums of `step`. If they differ, `bucket` fails; on a device, a later step
         fails."""
+        raise NotImplementedError
 
     def compared(self, before: int) -> Exception | None:
         """Returns an error if the replicas differed at a step before `before`."""
@@ -115,5 +124,7 @@ class Executor:
 
     def stats(self, group: Group) -> Any:
         """Returns the statistics of the last encode (count, found, threshold, stages), or None."""
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        raise NotImplementedError
