@@ -141,6 +141,28 @@ def test_one_function_takes_the_addresses_that_the_core_gets() -> None:
     assert not found, "use sidcomp.address.address:\n" + "\n".join(found)
 
 
+def lengths(source: str) -> dict[str, int]:
+    """The lines of each function, without its docstring."""
+    found = {}
+    for node, where, _ in nodes(source):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0]
+            said = first.end_lineno - first.lineno + 1 if ast.get_docstring(node) else 0  # type: ignore[operator]
+            found[f"{where}.{node.name}"] = node.end_lineno - node.lineno + 1 - said  # type: ignore[operator]
+    return found
+
+
+def test_files_and_functions_are_short() -> None:
+    for file, source in files().items():
+        assert source.count("\n") <= 600, file
+        long = {name: lines for name, lines in lengths(source).items() if lines > 60}
+        assert not long, (file, long)
+
+
+def test_a_functions_length_is_that_of_its_code() -> None:
+    assert lengths('def f():\n    """a\n\n    b"""\n    x = 1\n\n    return x') == {".f": 4}
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -143,19 +143,11 @@ class Settings:
             clip_gradient=clip_gradient, warmup=warmup, transport=transport, nonfinite=nonfinite,
         )  # fmt: skip
         accuracy = _accuracy(accuracy, free, memory)
-        if candidates is not None and not auto:
-            raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
-        if warmup not in (0, WARMUP) and not auto:
-            raise ArgumentError(f'warmup={warmup} is for codec="auto"; the codec is {codec!r}: leave it out')
+        _check_auto(codec, candidates, warmup, groups)
         groups = ("auto" if auto else "bucket") if groups is None else groups
-        if auto and groups != "auto":
-            raise ArgumentError(
-                f'codec="auto" finds the groups itself: leave groups={groups!r} out, or name a codec'
-            )
         if codec is None:
             default = accuracy_of.allowed(accuracy, adaptive)[0] if free else DEFAULT
-            given = {k: v for k, v in default[1].items() if k != "density" or "ratio" not in parameters}
-            codec, parameters = default[0], {**given, **parameters}
+            codec, parameters = _completed(*default, parameters)
         parameters = dict(parameters)
         choices = ExchangeChoice.parse(_exchange_names(exchange, codec), parameters)
         if auto:
@@ -425,6 +417,25 @@ def _policy(exclude: Exclude, policy: Rules) -> Policy:
     rules = parse_rules(policy)
     dense = (i for i, (_, r) in enumerate(rules) if "codec" in r and find_codec(r["codec"]).lossless)
     return Policy(parse_exclude(exclude), rules, frozenset(dense))
+
+
+def _check_auto(codec: str | None, candidates: Candidates | None, warmup: int, groups: Groups | None) -> None:
+    """Checks what only codec="auto" has, and what it cannot have."""
+    auto = codec == "auto"
+    if candidates is not None and not auto:
+        raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
+    if warmup not in (0, WARMUP) and not auto:
+        raise ArgumentError(f'warmup={warmup} is for codec="auto"; the codec is {codec!r}: leave it out')
+    if auto and groups not in (None, "auto"):
+        raise ArgumentError(
+            f'codec="auto" finds the groups itself: leave groups={groups!r} out, or name a codec'
+        )
+
+
+def _completed(codec: str, defaults: Mapping[str, Any], given: Parameters) -> tuple[str, Parameters]:
+    """The default codec, with its own parameters where none are given. A ratio takes the density's place."""
+    own = {k: v for k, v in defaults.items() if k != "density" or "ratio" not in given}
+    return codec, {**own, **given}
 
 
 def _accuracy(accuracy: str | None, free: bool, memory: str | None) -> str:

@@ -190,18 +190,7 @@ class Rounds:
                 record = self.look()
         if record["number"] != number:
             raise Undone("another rank has given the round up")
-        members = sorted(map(int, record["here"]))
-        arrived = [record["here"][str(r)] for r in members]
-        versions = [a["version"] for a in arrived]
-        return Meeting(
-            number,
-            members,
-            versions,
-            [a["empty"] for a in arrived],
-            max(record["version"], *versions),
-            record["group"],
-            [v for r, (_, v) in record["last"].items() if int(r) not in (*members, *record["left"])],
-        )
+        return _meeting(record)
 
     def _arrive_later(self, arrive: Callable[[Record], bool], waited: float, alone: bool = False) -> Record:
         """Waits for a rank that has parameters. Raises ExchangeError after a long time, or if this one is
@@ -322,6 +311,16 @@ def _checks(world: int) -> plain_data.Check:
 def _newest(r: Record) -> int:
     """The newest version of the ranks that are here."""
     return max((int(a["version"]) for a in r["here"].values()), default=-1)
+
+
+def _meeting(r: Record) -> Meeting:
+    """What the members of a closed round learn."""
+    members = sorted(map(int, r["here"]))
+    arrived = [r["here"][str(rank)] for rank in members]
+    versions = [a["version"] for a in arrived]
+    empty = [a["empty"] for a in arrived]
+    away = [v for rank, (_, v) in r["last"].items() if int(rank) not in (*members, *r["left"])]
+    return Meeting(r["number"], members, versions, empty, max(r["version"], *versions), r["group"], away)
 
 
 def _founded(r: Record) -> bool:
