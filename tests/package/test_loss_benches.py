@@ -1,5 +1,5 @@
-"""bench_outer.py, bench_adamw.py and bench_diloco.py of benchmarks at a tiny size: they train, keep what they
-have measured, and say how."""
+"""What compares losses and predictions in benchmarks, at a tiny size: it trains, keeps what it has
+measured, and says how."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import bench_adamw, bench_diloco, bench_outer, compact_json  # noqa: E402
+from benchmarks import (  # noqa: E402
+    bench_adamw,
+    bench_diloco,
+    bench_estimate,
+    bench_outer,
+    compact_json,
+)
 from benchmarks.netlab import outer  # noqa: E402
 
 BENCHES = [bench_outer, bench_adamw]
@@ -260,3 +266,9 @@ def test_a_trial_trains(way: str) -> None:
     found = bench_diloco.trained(texts, 16, 4, cell)
     assert 3 < found["loss"] < 6 and found["loss"] != found["further"]
     assert found["ratio"] > 2 if ranks else found["ratio"] == 1
+
+
+def test_a_step_without_communication_is_that_of_the_rank_that_others_wait_for() -> None:
+    ranks = [{"stamps": [0.0, 1.0, 3.0, 4.0, 6.0]}, {"stamps": [0.0, 2.0, 3.0, 5.0, 6.0]}]
+    found = [{"name": bench_estimate.ALONE, "every": 1, "steps": 4, "ranks": ranks}]
+    assert [bench_estimate.without(found, every) for every in (1, 2, 8)] == [2000.0, 1500.0, 1500.0]
