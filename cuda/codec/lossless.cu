@@ -183,35 +183,44 @@ template <bool WRITE, bool SLICES> struct coder {
     }
 };
 
-/* Between the passes: where each tile's exceptions begin. By one block a slice. */
-__global__ void __launch_bounds__(SID_BLOCK)
+enum {
+    STARTS_BLOCK = 1024,
+    STARTS_EACH = 4, /* tiles of a thread in a turn */
+    SEAL_BLOCK = 256
+};
+/* Between the passes: where each tile's exceptions begin. By one block a slice, 4096 tiles a turn. */
+__global__ void __launch_bounds__(STARTS_BLOCK)
     sid_lossless_starts_kernel(sid_scratch *scratch, uint64_t *starts, uint64_t n, sid_several k) {
     sid_follow();
-    __shared__ uint64_t sum[SID_BLOCK];
+    __shared__ unsigned long long part[SID_LANES + 1];
     scratch = sid_work_of(k, blockIdx.x, scratch);
     starts = sid_work_of(k, blockIdx.x, starts);
     if (!scratch->ready) return;
-    const uint64_t tiles = lossless_tiles(n), each = (tiles + SID_BLOCK - 1) / SID_BLOCK;
-    const uint64_t from = threadIdx.x * each < tiles ? threadIdx.x * each : tiles,
-                   to = from + each < tiles ? from + each : tiles;
-    uint64_t own = 0, before = 0;
-    for (uint64_t t = from; t < to; t++) own += starts[t];
-    sum[threadIdx.x] = own;
-    __syncthreads();
-    for (uint32_t i = 0; i < threadIdx.x; i++) before += sum[i];
-    for (uint64_t t = from; t < to; t++) {
-        const uint64_t count = starts[t];
-        starts[t] = before;
-        before += count;
+    const uint64_t tiles = lossless_tiles(n);
+    unsigned long long before = 0;
+    for (uint64_t from = 0; from < tiles; from += STARTS_BLOCK * STARTS_EACH) {
+        const uint64_t at = from + STARTS_EACH * threadIdx.x;
+        uint64_t count[STARTS_EACH];
+        unsigned long long own = 0, all;
+#pragma unroll
+        for (uint32_t i = 0; i < STARTS_EACH; i++) {
+            count[i] = at + i < tiles ? starts[at + i] : 0;
+            own += count[i];
+        }
+        unsigned long long start = before + sid_block_scan(own, part, &all) - own;
+#pragma unroll
+        for (uint32_t i = 0; i < STARTS_EACH; i++) {
+            if (at + i < tiles) starts[at + i] = start;
+            start += count[i];
+        }
+        before += all;
+        __syncthreads(); /* part is free again */
     }
-    if (threadIdx.x != SID_BLOCK - 1) return;
+    if (threadIdx.x) return;
     starts[tiles] = before;
     scratch->cut = n;
 }
 
-enum {
-    SEAL_BLOCK = 256
-};
 __device__ inline void clear(uint8_t *payload, uint64_t from, uint64_t to) {
     for (uint64_t i = from + threadIdx.x; i < to; i += SEAL_BLOCK) payload[i] = 0;
 }
@@ -222,10 +231,7 @@ __global__ void __launch_bounds__(SEAL_BLOCK)
     if (!e.scratch->ready) return;
     const uint64_t n = e.head.n, all = starts[lossless_tiles(n)], last = f.starts + 4 * lossless_tiles(n);
     const uint32_t used = (uint32_t)(all < f.cap ? all : f.cap);
-    /* words that the pass has written are zero behind the last element */
-    clear(e.payload, SID_HEADER_BYTES + lossless_blocks(n), f.starts);
-    clear(e.payload, last + 4, f.pool);
-    clear(e.payload, f.pool + used, f.planes);
+    /* what lies before the planes was zero from the start; words of the pass are zero behind the last element */
     if (f.dtype == SID_F32) clear(e.payload, f.high + sid_round_up(n, 4), f.low);
     clear(e.payload, sid_round_up(f.end, 4), e.bytes);
     if (threadIdx.x) return;
@@ -309,6 +315,18 @@ struct body {
         return wrong;
     }
 
+    /* Finds what is wrong with the pool behind its last exception: one of `threads` threads. */
+    __device__ uint32_t wrong_rest(const uint8_t *payload, uint64_t thread, uint64_t threads) const {
+        const uint32_t used = words(payload, f.starts)[lossless_tiles(n)];
+        const uint64_t from = f.pool + (used < f.cap ? used : f.cap);
+        uint32_t wrong = 0;
+        for (uint64_t at = from / 4 * 4 + 4 * thread; at < f.planes; at += 4 * threads) {
+            const uint32_t w = *words(payload, at);
+            wrong |= at < from ? w >> 8 * (from - at) : w;
+        }
+        return wrong;
+    }
+
     /* Each lane reads a word of 32 elements of every plane, all that a tile has, and row r takes its bits from lanes 4 r to
      * 4 r + 3. */
     __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
@@ -388,7 +406,7 @@ struct body {
     }
 };
 
-/* The tiles of all payloads, a warp each. */
+/* The tiles of all payloads, a warp each; then what is unused of their pools, a word for a thread. */
 __global__ void __launch_bounds__(SID_BLOCK) sid_lossless_look_kernel(sid_findings found, sid_payloads p, body b) {
     sid_follow();
     const uint64_t tiles = lossless_tiles(p.n);
@@ -396,16 +414,12 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_lossless_look_kernel(sid_findin
     for (uint64_t i = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); i < tiles * p.count;
          i += (uint64_t)gridDim.x * SID_WARPS) {
         const uint32_t r = (uint32_t)(i / tiles);
-        const uint64_t tile = i % tiles;
-        uint32_t wrong = b.wrong_tile(p[r], tile);
-        if (tile + 1 == tiles) { /* what the pool has beyond the last exception */
-            const uint32_t used = words(p[r], b.f.starts)[tiles];
-            for (uint64_t at = b.f.pool + (used < b.f.cap ? used : b.f.cap) + sid_lane(); at < b.f.planes;
-                 at += SID_LANES)
-                wrong |= p[r][at] != 0;
-        }
-        if (wrong) atomicOr(&found.bad[r], 1u);
+        if (b.wrong_tile(p[r], i % tiles)) atomicOr(&found.bad[r], 1u);
     }
+    const uint64_t thread = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x;
+#pragma unroll 1
+    for (uint32_t r = 0; r < p.count; r++)
+        if (b.wrong_rest(p[r], thread, (uint64_t)gridDim.x * SID_BLOCK)) atomicOr(&found.bad[r], 1u);
 }
 
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
@@ -428,10 +442,11 @@ sid_status encode(sid_cuda_encoding &c) {
     const lossless_form f = lossless_form_of(c.plan);
     const sid_ending e = sid_ending_of(c);
     uint64_t *const starts = carve(c.plan, &c.work);
-    sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
+    const uint64_t zero = c.settles ? 0 : sid_round_up(f.planes, 16); /* mostly what no exception fills of the pool */
+    sid_status s = sid_begin_encode(c, sizeof *c.scratch, zero);
     if (!s) s = sid_pass_tiles(c, coder<false, false>{f, c.payload, c.plan->n, starts});
     if (s || c.settles) return s;
-    s = sid_launch(c.to, "starts", sid_lossless_starts_kernel, sid_blocks_to_end(c), SID_BLOCK, 0, c.scratch, starts,
+    s = sid_launch(c.to, "starts", sid_lossless_starts_kernel, sid_blocks_to_end(c), STARTS_BLOCK, 0, c.scratch, starts,
                    c.plan->n, c.several);
     if (!s)
         s = c.several.count ? sid_pass_again(c, coder<true, true>{f, c.payload, c.plan->n, starts})
