@@ -231,11 +231,17 @@ __attribute__((format(printf, 2, 3))) static void explain(sid_nccl_comm *c, cons
     va_end(a);
 }
 
+/* Any thread may come here. NCCL puts the current device back, and to do so in a thread that has none makes a context on device
+ * 0, which takes some hundred megabytes there. */
 static sid_status end(sid_nccl_comm *c, sid_status status, sid_error *err) {
     const nccl_comm comm = c->comm;
+    int before;
     c->comm = NULL;
     c->status = status;
-    if (comm) (void)c->lib.stop(comm); /* how that ends changes nothing */
+    if (!comm) return ended(c, err);
+    const sid_status s = sid_device_enter(c->device, &before, NULL);
+    (void)c->lib.stop(comm); /* how that ends changes nothing */
+    if (!s) sid_device_leave(before);
     return ended(c, err);
 }
 
@@ -314,15 +320,12 @@ sid_status sid_nccl_poll(sid_nccl_comm *c, sid_error *err) {
 }
 
 void sid_nccl_abort(sid_nccl_comm *c, const char *why) {
-    int before;
     if (!c) return;
     atomic_store_explicit(&c->quits, 1, memory_order_relaxed);
     take(c);
     if (c->comm) {
-        const sid_status s = sid_device_enter(c->device, &before, NULL);
         explain(c, "%s", why);
         end(c, SID_E_PEER, NULL);
-        if (!s) sid_device_leave(before);
     }
     give(c);
 }
