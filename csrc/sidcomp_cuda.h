@@ -47,9 +47,15 @@ sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *str
 sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *work,
                              const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err);
 
-/* Copies what a decode has reported to `shown`, 16 bytes of host memory that the device can write (pinned): {nonfinite,
- * culprit, status, mark}. A caller that does not want to wait looks there a step later. */
+/* Copies what a decode has reported to entry `mark` % SID_CUDA_SHOWN of `shown`, host memory that the device can write
+ * (pinned). An entry has 16 bytes: {nonfinite, culprit, status, mark}. A caller that does not want to wait looks there later, and
+ * finds the reports of the last steps. */
+#define SID_CUDA_SHOWN 4
 sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int device, void *stream, sid_error *err);
+
+/* Copies `bytes` of host memory, a multiple of 8, to the device, as arguments of kernels: the host does not wait, and may
+ * change `from` when the call returns. For tables; dst_dev starts at a multiple of 8 bytes. */
+sid_status sid_cuda_upload(void *dst_dev, const void *from, uint64_t bytes, int device, void *stream, sid_error *err);
 
 /* ---- exchanges -------------------------------------------------------------------------------------------------- */
 

@@ -33,6 +33,9 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
 sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int device, void *stream, sid_error *err) {
     return NO_CUDA(err);
 }
+sid_status sid_cuda_upload(void *dst_dev, const void *from, uint64_t bytes, int device, void *stream, sid_error *err) {
+    return NO_CUDA(err);
+}
 sid_status sid_cuda_cancel(const sid_cuda_kept *kept_dev, uint32_t count, int always, int device, void *stream,
                            sid_error *err) {
     return NO_CUDA(err);

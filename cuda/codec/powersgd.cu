@@ -38,7 +38,7 @@ struct factors {
     uint64_t parts_p, parts_q; /* how many floats the parts of the tensors before it take */
 };
 enum {
-    ROWS_OF_TABLE = 60 /* rows that one launch passes as arguments, which have 4 KiB at most */
+    ROWS_AT_ONCE = 60 /* that go to the device by one launch */
 };
 
 /* A task is what a warp does at a time: of the pass, some rows of a chunk of 512 columns; of the strips, `height` rows
@@ -117,30 +117,19 @@ extent extent_of(const sid_plan *p) {
     return each_tensor(p, [](const factors &) {});
 }
 
-struct table_rows {
-    factors row[ROWS_OF_TABLE];
-};
-static_assert(sizeof(table_rows) + 16 <= 4096, "of a kernel's arguments");
-
-__global__ void __launch_bounds__(64) sid_power_table_kernel(table_rows rows, uint32_t count, factors *to) {
-    sid_follow();
-    if (threadIdx.x < count) to[threadIdx.x] = rows.row[threadIdx.x];
-}
-
-/* Writes the table to the device. It goes with the arguments of launches, 60 rows each, because the plan lies in the
- * host's memory, which an asynchronous copy might read after the call. */
+/* Writes the table to the device. */
 sid_status put_table(const sid_stream &to, const sid_plan *p, factors *table) {
-    table_rows rows;
+    factors rows[ROWS_AT_ONCE];
     uint32_t count = 0;
     sid_status s = SID_OK;
     const auto flush = [&] {
-        if (!s && count) s = sid_launch(to, "table", sid_power_table_kernel, 1, 64, 0, rows, count, table);
+        if (!s) s = sid_upload(to, table, rows, count * sizeof *rows);
         table += count;
         count = 0;
     };
     each_tensor(p, [&](const factors &f) {
-        rows.row[count++] = f;
-        if (count == ROWS_OF_TABLE) flush();
+        rows[count++] = f;
+        if (count == ROWS_AT_ONCE) flush();
     });
     flush();
     return s;

@@ -541,7 +541,43 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int
     const sid_status s = scope.enter(device, &to);
     if (s) return s;
     return sid_launch(to, "show", sid_show_kernel, 1, SID_LANES, 0, (const sid_cuda_report *)report_dev, mark,
-                      (uint4 *)shown);
+                      (uint4 *)shown + mark % SID_CUDA_SHOWN);
+}
+
+enum {
+    PARCEL_WORDS = 480 /* a launch has 4 KiB of arguments at most */
+};
+struct sid_parcel {
+    uint64_t word[PARCEL_WORDS];
+};
+static_assert(sizeof(sid_parcel) + 16 <= 4096, "of a kernel's arguments");
+
+static __global__ void __launch_bounds__(SID_BLOCK) sid_upload_kernel(sid_parcel parcel, uint32_t count, uint64_t *to) {
+    sid_follow();
+    for (uint32_t i = threadIdx.x; i < count; i += SID_BLOCK) to[i] = parcel.word[i];
+}
+
+sid_status sid_upload(const sid_stream &to, void *dst, const void *from, uint64_t bytes) {
+    sid_parcel parcel = {};
+    sid_status s = SID_OK;
+    for (uint64_t at = 0; at < bytes && !s; at += sizeof parcel) {
+        const uint64_t share = bytes - at < sizeof parcel ? bytes - at : sizeof parcel;
+        memcpy(&parcel, (const uint8_t *)from + at, share);
+        s = sid_launch(to, "upload", sid_upload_kernel, 1, SID_BLOCK, 0, parcel, (uint32_t)(share / 8),
+                       (uint64_t *)((uint8_t *)dst + at));
+    }
+    return s;
+}
+
+sid_status sid_cuda_upload(void *dst_dev, const void *from, uint64_t bytes, int device, void *stream, sid_error *err) {
+    sid_device_scope scope;
+    sid_stream to = {(cudaStream_t)stream, 0, err};
+    if (err) err->text[0] = 0;
+    if (!dst_dev || !from || (uintptr_t)dst_dev % 8 || bytes % 8 || device < 0)
+        return sid_fail(err, SID_E_ARG,
+                        "dst or from is NULL, or dst or bytes is no multiple of 8, or device %d is negative", device);
+    const sid_status s = scope.enter(device, &to);
+    return s ? s : sid_upload(to, dst_dev, from, bytes);
 }
 
 /* Every block reads all reports, which nothing here changes, and if one is bad, forgets its part of all vectors. */

@@ -264,6 +264,9 @@ __device__ inline bool sid_sum_lengths(const sid_group &g, uint64_t *start, cons
     return !bad && carry == g.before + g.n + g.after && (!gate || *gate == SID_OK);
 }
 
+/* As sid_cuda_upload. */
+sid_status sid_upload(const sid_stream &to, void *dst, const void *from, uint64_t bytes);
+
 /* The group of a call whose work has been through sid_begin: the segments' starts are the first thing there. */
 inline sid_group sid_group_of(const sid_table &t, uint64_t n, void *work) {
     return {t.segs, (const uint64_t *)work, n, t.n_seg, t.dtype, t.before, t.after};

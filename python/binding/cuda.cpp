@@ -52,12 +52,24 @@ struct ReportWords {
 };
 static_assert(sizeof(ReportWords) == 16, "as sid_cuda_show writes it");
 
-// A view of one in host memory that the device writes, and which therefore changes between two looks at it.
-struct Report {
-    explicit Report(Address address) : words(pointer<const volatile ReportWords>(address)) {
-        need(pointer(address), sizeof(ReportWords), "report");
+// A view of the last ones in host memory that the device writes, and which therefore change between two looks at them.
+struct Reports {
+    explicit Reports(Address address) : entry(pointer<const volatile ReportWords>(address)) {
+        need(pointer(address), SID_CUDA_SHOWN * sizeof(ReportWords), "reports");
     }
-    const volatile ReportWords *words;
+    // The one with the highest mark up to `mark`; or one of zeros.
+    ReportWords upto(uint32_t mark) const {
+        ReportWords best{};
+        uint32_t least = UINT32_MAX / 2; // behind it are marks above
+        for (int i = 0; i < SID_CUDA_SHOWN; i++) {
+            const ReportWords x{entry[i].nonfinite, entry[i].culprit, entry[i].status, entry[i].mark};
+            if (!x.mark || mark - x.mark > least) continue;
+            least = mark - x.mark;
+            best = x;
+        }
+        return best;
+    }
+    const volatile ReportWords *entry;
 };
 
 std::pair<int, string> devices() {
@@ -142,12 +154,16 @@ void bind_cuda(py::module_ &m) {
             arg("origin") = 0, arg("stats"), arg("report"), arg("device"), arg("stream"));
 
     m.attr("cuda_report_bytes") = sizeof(ReportWords);
-    py::class_<Report>(m, "Report", "What a step has reported to host memory that the device writes.")
+    m.attr("cuda_shown_bytes") = SID_CUDA_SHOWN * sizeof(ReportWords);
+    py::class_<Reports>(m, "Reports", "What the last steps have reported to host memory that the device writes.")
         .def(py::init<Address>(), arg("address"))
-        .def_property_readonly("nonfinite", [](const Report &r) { return r.words->nonfinite != 0; })
-        .def_property_readonly("culprit", [](const Report &r) { return r.words->culprit; })
-        .def_property_readonly("status", [](const Report &r) { return r.words->status; })
-        .def_property_readonly("mark", [](const Report &r) { return r.words->mark; });
+        .def(
+            "upto",
+            [](const Reports &r, uint32_t mark) {
+                const ReportWords x = r.upto(mark);
+                return std::make_tuple(x.nonfinite != 0, x.culprit, x.status, x.mark);
+            },
+            arg("mark"));
     m.def(
         "cuda_show",
         [](Address report, uint32_t mark, Address shown, int device, Address stream) {
@@ -155,6 +171,14 @@ void bind_cuda(py::module_ &m) {
             check(sid_cuda_show(pointer(report), mark, pointer(shown), device, pointer(stream), &err), err);
         },
         arg("report"), arg("mark"), arg("shown"), py::kw_only(), arg("device"), arg("stream"));
+    m.def(
+        "cuda_upload",
+        [](Address to, const py::bytes &data, int device, Address stream) {
+            const std::string_view from = data;
+            sid_error err{};
+            check(sid_cuda_upload(pointer(to), from.data(), from.size(), device, pointer(stream), &err), err);
+        },
+        arg("to"), arg("data"), py::kw_only(), arg("device"), arg("stream"));
     m.attr("cuda_kept_bytes") = sizeof(sid_cuda_kept);
     m.def(
         "cuda_cancel",

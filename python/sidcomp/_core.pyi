@@ -290,17 +290,19 @@ class DeviceGroup:
     def kept(self) -> bytes:
         """The group's entries for the table of cuda_cancel, cuda_kept_bytes each."""
 
-cuda_report_bytes: int  # size of a report, on the device and in the copy that cuda_show makes
+cuda_report_bytes: int  # size of a report on the device
+cuda_shown_bytes: int  # size of the host memory that cuda_show writes to
 
-class Report:
-    """A view of a report at an address in host memory, which cuda_show or DeviceGroup.step writes. The values
-    change while the device works. The caller keeps the memory alive."""
+class Reports:
+    """A view of the last reports at an address in host memory, which cuda_show or DeviceGroup.step writes.
+    They change while the device works. The caller keeps the memory alive."""
 
     def __init__(self, address: int) -> None: ...
-    nonfinite: bool  # the step was not finite
-    culprit: int  # the payload or rank at fault, if there was a fault
-    status: int  # 0, or the status of the first fault so far, which is below 0
-    mark: int  # what cuda_show was given, or the low 32 bits of DeviceGroup.step's step + 1
+    def upto(self, mark: int) -> tuple[bool, int, int, int]:
+        """Returns the report with the highest mark up to `mark`, or zeros: whether the step was not finite;
+        the payload or rank at fault, if there was a fault; 0, or the status of the first fault so far, which
+        is below 0; and the mark, which cuda_show was given, or the low 32 bits of DeviceGroup.step's
+        step + 1."""
 
 cuda_kept_bytes: int
 
@@ -309,7 +311,10 @@ def cuda_cancel(sent: int, count: int, *, always: bool, device: int, stream: int
     the groups clear their residuals, except those that have already taken their own gradient out."""
 
 def cuda_show(report: int, mark: int, shown: int, *, device: int, stream: int) -> None:
-    """Enqueues a copy of nonfinite, culprit, status and `mark` to pinned host memory."""
+    """Enqueues a copy of nonfinite, culprit, status and `mark` to an entry in pinned host memory."""
+
+def cuda_upload(to: int, data: bytes, *, device: int, stream: int) -> None:
+    """Enqueues a copy of `data`, a multiple of 8 bytes, to device memory. Does not wait for the device."""
 
 class Plan(_Memory):
     def __init__(

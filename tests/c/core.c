@@ -426,6 +426,7 @@ void test_cuda_absent(void) {
     CHECK(sid_cuda_decode(NULL, NULL, 0, 0, 1, NULL, 0, NULL, NULL, NULL, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED,
           "%s", err.text);
     CHECK(sid_cuda_show(NULL, 0, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED, "%s", err.text);
+    CHECK(sid_cuda_upload(NULL, NULL, 0, 0, NULL, &err) == SID_E_UNSUPPORTED, "%s", err.text);
     CHECK(sid_cuda_delta_find(NULL, NULL, 0, NULL, NULL, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED &&
               sid_cuda_delta_sum(NULL, NULL, NULL, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED &&
               sid_cuda_delta_change(NULL, NULL, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED,

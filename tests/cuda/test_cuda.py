@@ -1376,6 +1376,20 @@ def test_graph(codec: str, settings: dict[str, Any], memory: str) -> None:
     device.check()
 
 
+@pytest.mark.parametrize("n", [0, 8, 3832, 3840, 3848, 10_000])
+def test_uploaded(n: int) -> None:
+    data, block = np.random.default_rng(n).bytes(n), DeviceBlock(n + 64)
+    former = block.get()
+    _core.cuda_upload(block.ptr, data, device=0, stream=stream())
+    assert block.get() == data + former[n:]
+    block.check()
+    for to, wrong in ((0, data), (block.ptr + 4, data), (block.ptr, data + b"1234")):
+        with pytest.raises(_core.ArgumentError, match="multiple of 8"):
+            _core.cuda_upload(to, wrong, device=0, stream=stream())
+    with pytest.raises(_core.ArgumentError, match="device -1 is negative"):
+        _core.cuda_upload(block.ptr, data, device=-1, stream=stream())
+
+
 @on_gpu
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_host_does_not_wait(codec: str) -> None:
@@ -1394,6 +1408,7 @@ def test_the_host_does_not_wait(codec: str) -> None:
         for step in range(20):
             device.encode(vector, Step(step=step))
             device.decode(device.payload, device.plan.payload_bytes, 1, 1.0, vector, Step(step=step))
+            _core.cuda_upload(device.stats.ptr, bytes(_core.stats_bytes), device=0, stream=stream())
         done.record()
         assert not done.query(), "a call waited for the device"
     finally:

@@ -203,3 +203,93 @@ def test_gradients_that_nobody_waits_for_after_a_failure_are_found(
     where: str, then: str, tmp_path: Path
 ) -> None:
     stopped(tmp_path, f"test_streams.interrupted(0, 1, {where!r}, {then!r}, 'lead')")
+
+
+def small() -> DistributedDataParallel:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 50), nn.Linear(50, 3))
+    return DistributedDataParallel(model, bucket_cap_mb=0.008)
+
+
+def invalid(rank: int, world: int, waits: bool) -> tuple[int, str]:
+    """A payload arrives changed, on all ranks. Returns which backward() fails, and what it says.
+    waits: rank 0 waits for the device after each step, as a program does that prints its loss."""
+    import ordered
+    from sidcomp.runtime.cuda_executor import CudaCollectiveCalls
+
+    with ordered.Torch() as torchs:
+        ddp = small()
+        state = sidcomp.State("topk", groups="model")
+        executor = ordered.emulate(state, torchs)
+        register(ddp, state)
+        decode = CudaCollectiveCalls.decode
+
+        def changed(self: Any, *arguments: Any) -> None:
+            at = self.form.incoming.ptr + self.form.plan.payload_bytes * 3 // 2  # in that of rank 1
+            ctypes.c_ubyte.from_address(at).value ^= 16
+            decode(self, *arguments)
+
+        for step in range(8):
+            CudaCollectiveCalls.decode = changed if step == 3 else decode  # type: ignore[method-assign]
+            try:
+                (ddp(torch.randn(8, 40)) ** 2).sum().backward()
+            except RuntimeError as e:
+                return step, str(e)
+            if waits and rank == 0:
+                executor.synchronize()
+        return -1, ""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_ranks_find_an_invalid_payload_in_the_same_step(waits: bool) -> None:
+    """However far a rank's host is ahead of its device: two steps later."""
+    for step, said in run(invalid, 2, waits):
+        assert step == 5 and "the payload of rank 1 in an earlier step was invalid" in said, (step, said)
+
+
+def moved(rank: int, world: int) -> None:
+    import ordered
+
+    with ordered.Torch() as torchs:
+        ddp = small()
+        state = sidcomp.State("topk", groups="layer")
+        executor = ordered.emulate(state, torchs)
+        register(ddp, state)
+        for step in range(6):
+            if step == 4:
+                groups = state.engine.groups
+                kept = [(g.resident.table, g.resident.places, executor._kept_table) for g in groups]
+            if step >= 4:
+                for g in groups:
+                    g.place()  # as if the gradients lay elsewhere
+            (ddp(torch.randn(8, 40)) ** 2).sum().backward()
+        for g, (table, places, cancelled) in zip(groups, kept, strict=True):
+            assert g.resident.placed_for is g.segments and g.resident.table is table
+            assert g.resident.places is places and executor._kept_table is cancelled
+
+
+def test_buffers_that_move_cost_no_memory() -> None:
+    """Those of HSDP do so in each step: the tables on the device are written anew where they are."""
+    run(moved, 1)
+
+
+def cleared(rank: int, world: int) -> None:
+    import ordered
+
+    with ordered.Torch() as torchs:
+        ddp = small()
+        state = sidcomp.State("topk", full_every=100, groups="model")
+        executor = ordered.emulate(state, torchs)
+        register(ddp, state)
+        for _ in range(3):
+            (ddp(torch.randn(8, 40)) ** 2).sum().backward()
+        (group,) = state.engine.groups
+        assert any(part.values.any() for part in executor.residual(group))
+        executor.clear(group)
+        executor.turn(group)
+        assert not any(part.values.any() for part in executor.residual(group))
+
+
+def test_a_cleared_memory_stays_so() -> None:
+    """What changes the form of a step comes behind it."""
+    run(cleared, 1)

@@ -576,9 +576,9 @@ def test_a_step_whose_peer_hangs() -> None:
 
 @emulated
 def test_show() -> None:
-    report, seen = filled(struct.pack("<IIiI", 1, 2, -4, 0)), Block(16)
+    report, seen = filled(struct.pack("<IIiI", 1, 2, -4, 0)), Block(_core.cuda_shown_bytes)
     _core.cuda_show(report.ptr, 77, seen.ptr, device=0, stream=0)
-    assert struct.unpack("<IIiI", seen.data.tobytes()) == (1, 2, -4, 77)
+    assert struct.unpack("<16I", seen.data.tobytes()) == (0,) * 4 + (1, 2, 2**32 - 4, 77) + (0,) * 8
     seen.check()
     for r, s in ((0, seen.ptr), (report.ptr + 2, seen.ptr), (report.ptr, 0), (report.ptr, seen.ptr + 4)):
         with pytest.raises(_core.ArgumentError, match="misaligned"):

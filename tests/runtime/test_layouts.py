@@ -20,14 +20,20 @@ def test_read_stats_wants_the_whole_struct(wrong: int) -> None:
         _core.read_stats(bytes(_core.stats_bytes + wrong))
 
 
-def test_a_report_is_a_view_of_live_memory() -> None:
-    block = Block(_core.cuda_report_bytes)
-    report = _core.Report(block.ptr)
-    assert (report.nonfinite, report.culprit, report.status, report.mark) == (False, 0, 0, 0)
-    block.data[:] = list(struct.pack("<IIiI", 1, 5, -4, 2**32 - 1))
-    assert (report.nonfinite, report.culprit, report.status, report.mark) == (True, 5, -4, 2**32 - 1)
-    with pytest.raises(_core.ArgumentError, match="report is NULL"):
-        _core.Report(0)
+def test_reports_are_a_view_of_live_memory() -> None:
+    block = Block(_core.cuda_shown_bytes)
+    reports = _core.Reports(block.ptr)
+    assert reports.upto(2**32 - 1) == reports.upto(3) == (False, 0, 0, 0)
+    last = 2**32 - 1
+    for mark in (last - 2, last - 1, last, 1, 2):  # as cuda_show writes them
+        at = mark % 4 * 16
+        block.data[at : at + 16] = list(struct.pack("<IIiI", mark % 2, 5, -4, mark))
+    assert reports.upto(2) == reports.upto(3) == (False, 5, -4, 2)
+    assert reports.upto(1) == (True, 5, -4, 1)
+    assert reports.upto(0) == reports.upto(last) == (True, 5, -4, last)
+    assert reports.upto(last - 1) == (False, 0, 0, 0), "the entry is that of mark 2"
+    with pytest.raises(_core.ArgumentError, match="reports is NULL"):
+        _core.Reports(0)
 
 
 @pytest.mark.parametrize("n", [0, 1, 16, 1000])

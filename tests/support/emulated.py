@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import sidcomp
 import torch
+from sidcomp import _core
 from sidcomp.runtime.cuda_executor import CudaExecutor
 
 
@@ -29,11 +30,14 @@ class EmulatedExecutor(CudaExecutor):
     def synchronize(self, everything: bool = False) -> bool:
         return True
 
+    def _ending(self) -> Callable[[], None]:
+        return lambda: None
+
     def _waiting(self) -> Callable[[], object]:
         return lambda: None
 
     def _shown(self) -> torch.Tensor:
-        return torch.zeros(16, dtype=torch.uint8)
+        return torch.zeros(_core.cuda_shown_bytes, dtype=torch.uint8)
 
     def _send_home(self, x: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
         return (lambda: None), x.clone()

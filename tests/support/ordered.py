@@ -9,7 +9,7 @@ memory was freed on one stream while another one used it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from sidcomp import _core
 from sidcomp.runtime.communicator import Exchange
-from sidcomp.runtime.cuda_executor import CudaExecutor, Resident
-from sidcomp.runtime.group import Group
+from sidcomp.runtime.cuda_executor import CudaExecutor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -167,7 +166,6 @@ class OrderedExecutor(CudaExecutor):
         self.side = Stream()
         self.where = {"device": 0, "stream": self.side.handle.value}
         self._begun = False
-        self._tables: list[torch.Tensor] = []  # kernels that are still to come read them
 
     def current(self) -> AbstractContextManager[object]:
         return self.side.entered()
@@ -202,23 +200,18 @@ class OrderedExecutor(CudaExecutor):
             self.side.synchronize()
         return True
 
+    def _ending(self) -> Callable[[], None]:
+        return Event(self.side).synchronize
+
     def _waiting(self) -> Callable[[], object]:
         return self.side.synchronize
 
     def _shown(self) -> torch.Tensor:
-        return torch.zeros(16, dtype=torch.uint8)
+        return torch.zeros(_core.cuda_shown_bytes, dtype=torch.uint8)
 
     def _send_home(self, x: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
         seen = x.clone()
         return Event(self.side).synchronize, seen
-
-    def _place(self, g: Group, r: Resident) -> None:
-        super()._place(g, r)
-        self._tables.append(r.table)
-
-    def cancel(self, groups: Sequence[Group], always: bool = False) -> None:
-        super().cancel(groups, always)
-        self._tables.append(self._kept_table)
 
 
 class WithoutDdp(OrderedExecutor):

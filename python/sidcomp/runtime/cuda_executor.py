@@ -3,6 +3,7 @@
 import ctypes
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -34,25 +35,26 @@ _MARKS = 2**32
 
 
 class Resident:
-    """A group's further data on the device, and the host's copy of its report, which arrives later."""
+    """A group's further data on the device, and the host's copies of its reports, which arrive later."""
 
     def __init__(self, device: torch.device, shown: torch.Tensor) -> None:
         self.stats = Block(_core.stats_bytes, device)
         self.report = Block(_core.cuda_report_bytes, device)
         self.shown = shown  # pinned memory, which the device writes
-        self.shown_at = address(shown, "a report", torch.uint8, _core.cuda_report_bytes)
-        self.latest = _core.Report(self.shown_at)
+        self.shown_at = address(shown, "reports", torch.uint8, _core.cuda_shown_bytes)
+        self.reports = _core.Reports(self.shown_at)
         self.mark = 0  # step + 1 of the last step that was enqueued
-        self.table: Block
+        self.table: Block | None = None  # of the segments
         self.placed_for: _core.Segments | None = None
-        # by the address of the state
+        self.made_of: tuple[object, ...] = ()  # the addresses in what follows, by the address of the state
         self.buffers: dict[int, _core.DeviceBuffers] = {}
         self.places: dict[int, _core.DeviceGroup] = {}
         self.calls: CudaCalls  # of this step
 
     def forget(self) -> None:
         """Clears what the device has shown. It must not be at work."""
-        ctypes.memset(self.shown_at, 0, _core.cuda_report_bytes)
+        ctypes.memset(self.shown_at, 0, _core.cuda_shown_bytes)
+        self.mark = 0  # nothing is outstanding
 
 
 class CudaCalls:
@@ -133,10 +135,10 @@ class CudaExecutor(Executor):
     The futures of the hook are completed with this stream current, so DDP's own stream waits for it on the
     device. The collectives are enqueued on it as well and need no callback. They are torch's or, with
     transport="native", sidcomp's own (nccl.py), where one call enqueues a group's whole step. The device
-    finds invalid payloads and replicas that differ; the host learns of them without waiting, and fails a
-    later step. The host does not wait for the result of a step that was not finite either: the device clears
-    the residuals of the other groups (`cancel`). Only if groups have two states does the next step wait for
-    the reports of this one (`outcome`).
+    finds invalid payloads and replicas that differ, and the host fails a later step, which is the same on all
+    ranks (`compared`). The host does not wait for the result of a step that was not finite either: the device
+    clears the residuals of the other groups (`cancel`). Only if groups have two states does the next step
+    wait for the reports of this one (`outcome`).
     """
 
     on_device = True
@@ -155,8 +157,10 @@ class CudaExecutor(Executor):
         self._kept: list[torch.Tensor] = []  # torch reuses pinned memory as soon as it is freed
         # checksums of all ranks that are being copied to the host: a function that waits, the copy, the step
         self._late: list[tuple[Callable[[], None], torch.Tensor, int]] = []
+        self._ends: deque[tuple[int, Callable[[], None]]] = deque()  # steps, and what waits for their ends
+        self._over = -1  # the last step, if the host has waited for it
         self._spare: list[torch.Tensor] = []  # buffers for further copies
-        self._kept_table: Block  # for `cancel`
+        self._kept_table: Block | None = None  # for `cancel`
         self._kept_by: list[_core.DeviceGroup] = []
         self._enter()
         # A State that is dropped without close() may leave a step on the device, which writes to that memory.
@@ -170,6 +174,7 @@ class CudaExecutor(Executor):
         self.stream = torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         early = _core.cuda_early if os.environ.get("SIDCOMP_LAUNCH_EARLY") == "1" else 0
         self.where = {"device": self.stream.device.index | early, "stream": self.stream.cuda_stream}
+        self._events = [torch.cuda.Event() for _ in range(4)]  # type: ignore[no-untyped-call]
 
     def current(self) -> AbstractContextManager[object]:
         """Makes the side stream current. DDP waits for this stream if a future is completed within."""
@@ -204,13 +209,20 @@ class CudaExecutor(Executor):
             self.stream.synchronize()
         return True
 
+    def _ending(self) -> Callable[[], None]:
+        """Returns a function that waits for what the side stream has been given so far."""
+        event = self._events[self.step.index % len(self._events)]
+        event.record(self.stream)
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
     def _waiting(self) -> Callable[[], object]:
         """Returns a function that waits for the side stream, and keeps nothing else alive."""
         wait: Callable[[], object] = self.stream.synchronize
         return wait
 
     def _shown(self) -> torch.Tensor:
-        return torch.zeros(_core.cuda_report_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return torch.zeros(_core.cuda_shown_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _send_home(self, x: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
         """Starts a copy to the host. Returns a function that waits for it, and the copy."""
@@ -294,18 +306,32 @@ class CudaExecutor(Executor):
         self._residents = (*(r for r in self._residents if r() is not None), weakref.ref(group.resident))
 
     def _place(self, g: Group, r: Resident) -> None:
-        """Copies the segment table to the device, and takes the addresses of the group's memory there."""
-        with self.current():
-            r.table = Block.of(g.segments.table(), self.device)
+        """Copies the segment table to the device, which some doors' buffers change in every step. Takes the
+        addresses of the group's memory there, if they are others."""
+        r.table = self._upload(g.segments.table(), r.table)
         r.placed_for = g.segments
-        table, form = r.table.ptr, g.form
+        form = g.form
         count = len(g.runs) if g.segments.n else 0  # no segments before the first step
         payload = form.address if isinstance(form, InPlaceForm) else form.payload.ptr
+        states = [state.ptr for state in g.states.all]
+        made_of = (form, r.table.ptr, count, payload, *states)
+        if made_of == r.made_of:
+            return
+        r.made_of = made_of
         r.buffers = {
-            state.ptr: _core.DeviceBuffers(table, count, state.ptr, form.scratch.ptr, payload)
-            for state in g.states.all
+            state: _core.DeviceBuffers(r.table.ptr, count, state, form.scratch.ptr, payload)
+            for state in states
         }
         r.places = {state: self._places(g, r, buffers) for state, buffers in r.buffers.items()}
+
+    def _upload(self, data: bytes, block: Block | None) -> Block:
+        """Copies `data` to `block`, behind what the side stream does with it; or to a new one."""
+        if block is None or len(block.tensor) != len(data):
+            with self.current():
+                block = Block(len(data), self.device)
+        if data:
+            _core.cuda_upload(block.ptr, data, **self.where)
+        return block
 
     def _places(self, g: Group, r: Resident, buffers: _core.DeviceBuffers) -> _core.DeviceGroup:
         reports = r.stats.ptr, r.report.ptr, r.shown_at
@@ -327,6 +353,7 @@ class CudaExecutor(Executor):
 
     def turn(self, group: Group) -> None:
         # Subtracts what was sent from the memory; then nothing must be subtracted again.
+        self.follow()  # behind whoever has changed it
         self.settle(group)
         group.change_form()
         self.unsend(group)
@@ -345,8 +372,9 @@ class CudaExecutor(Executor):
     def clear(self, g: Group) -> None:
         self.residual(g)  # leaves nothing to be subtracted
         starts = [at for at, *_ in _shares(g)]
-        for at, end in zip(starts, [*starts[1:], g.states.codec_bytes.start], strict=True):
-            g.state.tensor[at + _core.state_header_bytes : end].zero_()
+        with self.current():
+            for at, end in zip(starts, [*starts[1:], g.states.codec_bytes.start], strict=True):
+                g.state.tensor[at + _core.state_header_bytes : end].zero_()
 
     # ---- a step
 
@@ -366,19 +394,8 @@ class CudaExecutor(Executor):
     def _launch(self, g: Group) -> None:
         r: Resident = g.resident
         step = self.step.index
-        if status := r.latest.status:
-            if self.native is not None:
-                self.native.communicator.poll()  # raises the cause of the invalid payload, if it is known
-            error = CorruptPayloadError(
-                f"the payload of rank {r.latest.culprit} in an earlier step was invalid (status {status})"
-            )
-            self.synchronize()
-            with self.current():
-                r.report.tensor.zero_()  # the device keeps its first error until then
-            r.forget()
-            raise error
         mark = (step + 1) % _MARKS
-        if r.latest.mark == mark:  # the step is repeated, because it was discarded; `outcome` has waited
+        if r.reports.upto(mark)[3] == mark:  # a discarded step is repeated; `outcome` has waited
             r.forget()
         if r.placed_for is not g.segments:
             self._place(g, r)
@@ -401,6 +418,8 @@ class CudaExecutor(Executor):
         keeps = any(g.form.vectors for g in groups)
         if in_place and keeps and len(groups) > 1 and all(g.stage.sent for g in groups):
             self.cancel(groups)
+        self._ends.append((self.step.index, self._ending()))
+        self._over = -1
         if not all(g.stage.sent for g in groups):
             with suppress(RuntimeError):  # a device that is lost refuses this too; the first error is the one
                 self.lead()
@@ -449,7 +468,7 @@ class CudaExecutor(Executor):
     def progress(self) -> Progress:
         """Returns the progress of the groups' steps. Any thread may call it."""
         all_of = [r for ref in self._residents if (r := ref()) is not None]
-        marks = tuple(r.latest.mark for r in all_of)
+        marks = tuple(r.reports.upto(r.mark)[3] for r in all_of)
         return any(r.mark != mark for r, mark in zip(all_of, marks, strict=True)), marks
 
     def cancel(self, groups: Sequence[Group], always: bool = False) -> None:
@@ -461,17 +480,20 @@ class CudaExecutor(Executor):
                 self._place(g, g.resident)
         places = [g.resident.places[g.state.ptr] for g in groups]
         if places != self._kept_by:
-            with self.current():
-                self._kept_table = Block.of(b"".join(p.kept() for p in places), self.device)
+            self._kept_table = self._upload(b"".join(p.kept() for p in places), self._kept_table)
             self._kept_by = places
+        assert self._kept_table is not None
         count = len(self._kept_table.tensor) // _core.cuda_kept_bytes
         _core.cuda_cancel(self._kept_table.ptr, count, always=always, **self.where)
 
     def outcome(self, groups: Sequence[Group]) -> tuple[bool, bool]:
         """Waits for the side stream, on which no other step has been enqueued yet."""
         self.synchronize()
-        nonfinite = any(g.resident.latest.nonfinite for g in groups)
-        failed = any(g.resident.latest.status for g in groups)  # a payload was invalid
+        self._ends.clear()
+        self._over = self.step.index
+        reports = [g.resident.reports.upto(g.resident.mark) for g in groups]
+        nonfinite = any(r[0] for r in reports)
+        failed = any(r[2] for r in reports)  # a payload was invalid
         return self.step.nonfinite or nonfinite, self.step.failed or failed
 
     def forget(self, groups: Sequence[Group], several: bool) -> None:
@@ -500,7 +522,12 @@ class CudaExecutor(Executor):
 
     def compared(self, before: int) -> Exception | None:
         """All ranks must find an error in the same step: a rank that continued would wait for the others. So
-        the host waits if it is more than one step ahead of the device."""
+        the host waits if it is more than one step ahead of the device, and looks at no report of a later step
+        than it has waited for."""
+        while self._ends and self._ends[0][0] < before:
+            self._ends.popleft()[1]()
+        if error := self._invalid(max(before - 1, self._over)):
+            return error
         while self._late and self._late[0][2] < before:
             wait, seen, step = self._late.pop(0)
             wait()
@@ -509,6 +536,25 @@ class CudaExecutor(Executor):
             if error is not None:
                 return error
         return None
+
+    def _invalid(self, step: int) -> Exception | None:
+        """Returns an error if a payload was invalid in this step or before it."""
+        mark = (step + 1) % _MARKS
+        all_of = [r for ref in self._residents if (r := ref()) is not None]
+        bad = [r for r in all_of if r.reports.upto(mark)[2]]
+        if not bad:
+            return None
+        if self.native is not None:
+            self.native.communicator.poll()  # raises the cause of the invalid payload, if it is known
+        _, culprit, status, _ = bad[0].reports.upto(mark)
+        self.synchronize()
+        for r in bad:
+            with self.current():
+                r.report.tensor.zero_()  # the device keeps its first error until then
+            r.forget()
+        return CorruptPayloadError(
+            f"the payload of rank {culprit} in an earlier step was invalid (status {status})"
+        )
 
     def stats(self, g: Group) -> _core.Stats | None:
         """Returns the statistics of the last encode. Waits for the device."""
