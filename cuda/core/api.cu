@@ -545,25 +545,25 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int
 }
 
 enum {
-    PARCEL_WORDS = 480 /* a launch has 4 KiB of arguments at most */
+    UPLOAD_WORDS = 480 /* a launch has 4 KiB of arguments at most */
 };
-struct sid_parcel {
-    uint64_t word[PARCEL_WORDS];
+struct sid_arguments {
+    uint64_t word[UPLOAD_WORDS];
 };
-static_assert(sizeof(sid_parcel) + 16 <= 4096, "of a kernel's arguments");
+static_assert(sizeof(sid_arguments) + 16 <= 4096, "of a kernel's arguments");
 
-static __global__ void __launch_bounds__(SID_BLOCK) sid_upload_kernel(sid_parcel parcel, uint32_t count, uint64_t *to) {
+static __global__ void __launch_bounds__(SID_BLOCK) sid_upload_kernel(sid_arguments a, uint32_t count, uint64_t *to) {
     sid_follow();
-    for (uint32_t i = threadIdx.x; i < count; i += SID_BLOCK) to[i] = parcel.word[i];
+    for (uint32_t i = threadIdx.x; i < count; i += SID_BLOCK) to[i] = a.word[i];
 }
 
 sid_status sid_upload(const sid_stream &to, void *dst, const void *from, uint64_t bytes) {
-    sid_parcel parcel = {};
+    sid_arguments a = {};
     sid_status s = SID_OK;
-    for (uint64_t at = 0; at < bytes && !s; at += sizeof parcel) {
-        const uint64_t share = bytes - at < sizeof parcel ? bytes - at : sizeof parcel;
-        memcpy(&parcel, (const uint8_t *)from + at, share);
-        s = sid_launch(to, "upload", sid_upload_kernel, 1, SID_BLOCK, 0, parcel, (uint32_t)(share / 8),
+    for (uint64_t at = 0; at < bytes && !s; at += sizeof a) {
+        const uint64_t share = bytes - at < sizeof a ? bytes - at : sizeof a;
+        memcpy(&a, (const uint8_t *)from + at, share);
+        s = sid_launch(to, "upload", sid_upload_kernel, 1, SID_BLOCK, 0, a, (uint32_t)(share / 8),
                        (uint64_t *)((uint8_t *)dst + at));
     }
     return s;
