@@ -450,7 +450,8 @@ class Device:
         self.state, self.work = Block(plan.state_bytes), Block(plan.cuda_work_bytes(), 0xC3)
         self.payload = Block(plan.payload_bytes)
         self.incoming = Block(world * plan.payload_bytes)
-        self.stats, self.report, self.seen = Block(40), Block(16), Block(16)
+        self.stats, self.report = Block(40), Block(16)
+        self.seen = Block(_core.cuda_shown_bytes)
         self.table = filled(vector.segments.table())
         self.group = _core.DeviceGroup(
             plan, self.buffers(self.work.ptr), 0 if plan.linear else self.incoming.ptr,
@@ -521,7 +522,7 @@ def test_step(codec: str, world: int) -> None:
             vector.write(gradients[c.rank])
             d.group.step(c, step=i, seed=5, group=3, stream=0)
             np.testing.assert_array_equal(vector.read().view(np.uint8), wanted[i].view(np.uint8))
-            assert struct.unpack("<IIiI", d.seen.data.tobytes()) == (0, 0, 0, i + 1)
+            assert _core.Reports(d.seen.ptr).upto(i + 1) == (False, 0, 0, i + 1)
         n, skip = plan.vectors * 4 * N, 256
         if plan.vectors == 1:
             np.testing.assert_array_equal(
