@@ -140,3 +140,14 @@ print(_core.Segments([64], [1]).table().hex())
 def test_the_binding_says_that_there_is_no_memory() -> None:
     ran = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0 and ran.stdout, ran.stdout + ran.stderr
+
+
+def test_sidcomp_imports_no_part_of_torch_that_the_program_does_not_use() -> None:
+    """FSDP2's classes and sympy behind them take a second of every rank's start."""
+    program = (
+        "import torch.distributed, torch.nn.parallel, sys; there = set(sys.modules); "
+        "import sidcomp; sidcomp.compress, sidcomp.State, sidcomp.fsdp; "
+        "print([m for m in set(sys.modules) - there if m.split('.')[0] in ('torch', 'sympy', 'numpy')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

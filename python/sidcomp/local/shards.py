@@ -1,6 +1,7 @@
 """Updates of a module that FSDP2 has sharded: each rank exchanges what it holds of the parameters with the
 ranks of other nodes that hold the same."""
 
+import sys
 from typing import Any
 
 import torch
@@ -8,11 +9,6 @@ import torch.distributed as dist
 
 from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
-
-try:
-    from torch.distributed.fsdp import FSDPModule
-except ImportError:  # an older torch
-    FSDPModule = None  # type: ignore[assignment,misc]
 
 
 def is_sharded(p: torch.Tensor) -> bool:
@@ -28,8 +24,10 @@ def own_part(x: torch.Tensor) -> torch.Tensor:
 def reshard(module: torch.nn.Module) -> None:
     """Frees what FSDP has gathered and not freed yet, as after a forward pass without a backward pass. It
     would not follow if the shards are changed."""
-    for m in module.modules():
-        if FSDPModule is not None and isinstance(m, FSDPModule):
+    # Its import takes a second. Where it has not been imported, nothing is sharded.
+    sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    for m in module.modules() if sharded is not None else ():
+        if isinstance(m, sharded):
             m.reshard()
 
 
@@ -51,7 +49,9 @@ class Shards:
         if not found:
             return
         name, mesh = next(iter(found.items()))
-        if FSDPModule is None:
+        from torch.distributed import fsdp
+
+        if not hasattr(fsdp, "FSDPModule"):
             raise UnsupportedError(f"parameter {name!r} is sharded, which needs PyTorch 2.6 or newer")
         if other := [n for n, its in found.items() if its != mesh]:
             raise UnsupportedError(

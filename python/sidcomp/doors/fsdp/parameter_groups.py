@@ -8,12 +8,6 @@ import functools
 import threading
 from typing import Any
 
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-except ImportError:  # a torch whose FSDP2 is elsewhere
-    FSDPParamGroup = None  # type: ignore[assignment,misc]
-
-
 _here = threading.local()  # reduces: the parameter group that does in this thread
 _watching = False
 
@@ -21,7 +15,11 @@ _watching = False
 def watch() -> None:
     """Begins to watch FSDP2, if this torch has the one that is known here. Call it before the first step."""
     global _watching
-    if FSDPParamGroup is None or _watching:
+    if _watching:
+        return
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    except ImportError:  # a torch whose FSDP2 is elsewhere
         return
     _watching = True
     method = FSDPParamGroup.post_backward

@@ -1,5 +1,6 @@
 """FSDP2's parameter groups, which one reduce-scatter carries each, as this package uses them."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,19 +11,20 @@ from sidcomp.config.grouping import shorten
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.runtime.members import refuse
 
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import (
-        DataParallelMeshInfo,
-        DDPMeshInfo,
-        FSDPMeshInfo,
-    )
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
-except ImportError:  # an older torch
-    FSDPState = None  # type: ignore[assignment,misc]
+
+@functools.cache
+def _fsdp2() -> Any:
+    """Returns the module of FSDP2's meshes, or None: this torch is older. To import it takes a second and
+    sympy, which only those pay who use it."""
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state
+    except ImportError:
+        return None
+    return _fsdp_common if hasattr(_fsdp_state, "FSDPState") else None
 
 
 def check_torch() -> None:
-    if FSDPState is None:
+    if _fsdp2() is None:
         raise UnsupportedError(
             "sidcomp.fsdp needs PyTorch 2.13 or newer: it uses internals of fully_shard that older versions "
             "do not have"
@@ -34,6 +36,8 @@ def units_of(module: torch.nn.Module) -> list["Unit"]:
     none, or UnsupportedError."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"module={module!r}: give the torch.nn.Module that fully_shard was called with")
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
     names = {id(p): name for name, p in module.named_parameters()}
     found: list[Unit] = []
     for m in module.modules():
@@ -96,16 +100,17 @@ class Unit:
 
     def replicas(self) -> dist.ProcessGroup | None:
         """The ranks that FSDP itself would average over."""
-        return self._info.replicate_process_group if isinstance(self._info, DDPMeshInfo) else None
+        return self._info.replicate_process_group if isinstance(self._info, _fsdp2().DDPMeshInfo) else None
 
     def shards(self) -> dist.ProcessGroup | None:
         """The ranks that share a replica."""
-        return self._info.shard_process_group if isinstance(self._info, FSDPMeshInfo) else None
+        return self._info.shard_process_group if isinstance(self._info, _fsdp2().FSDPMeshInfo) else None
 
     def place(self) -> tuple[int, int]:
         """The number of this rank's shard, and how many there are."""
         info = self._info
-        return (info.shard_mesh_rank, info.shard_mesh_size) if isinstance(info, FSDPMeshInfo) else (0, 1)
+        sharded = isinstance(info, _fsdp2().FSDPMeshInfo)
+        return (info.shard_mesh_rank, info.shard_mesh_size) if sharded else (0, 1)
 
     def part(self) -> str:
         rank, shards = self.place()
@@ -162,12 +167,13 @@ class Unit:
         group, info = self.group, self._info
         if self.owner is None:
             shared = {"mesh": info.mesh, "dp_mesh_dims": info.dp_mesh_dims, "spmd_mesh": info.spmd_mesh}
-            if isinstance(info, DDPMeshInfo):
-                if isinstance(info, FSDPMeshInfo):
-                    mine: DataParallelMeshInfo = FSDPMeshInfo(shard_mesh_dim=info.shard_mesh_dim, **shared)
-                    mine.reduce_scatter_process_group = info.reduce_scatter_process_group  # type: ignore[attr-defined]
+            fsdp2 = _fsdp2()
+            if isinstance(info, fsdp2.DDPMeshInfo):
+                if isinstance(info, fsdp2.FSDPMeshInfo):
+                    mine = fsdp2.FSDPMeshInfo(shard_mesh_dim=info.shard_mesh_dim, **shared)
+                    mine.reduce_scatter_process_group = info.reduce_scatter_process_group
                 else:
-                    mine = DataParallelMeshInfo(replicate_mesh_dim=info.replicate_mesh_dim, **shared)
+                    mine = fsdp2.DataParallelMeshInfo(replicate_mesh_dim=info.replicate_mesh_dim, **shared)
                 group.mesh_info = mine
         group._all_reduce_hook = Hook(owner, arrive, info)
         group.post_backward = self._post_backward
