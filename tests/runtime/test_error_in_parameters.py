@@ -453,6 +453,29 @@ def test_all_parameters_are_corrected_where_adam_has_them() -> None:
     assert [corrected for *_, corrected in run(two_optimizers, 2, "parameters", "AdamW")] == [6, 6]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_checkpoint_keeps_what_one_optimizer_did_alone(rank: int, world: int, kind: str) -> None:
+    """As in a GAN, one steps more often than the other."""
+    saved: list[Any] = []
+    for seed in (0, 7):
+        module = network(seed)
+        both = split(module, "momentum")
+        with sidcomp.State("topk", density=0.1) as state:
+            local = updates(kind, module, both, state, every=2)
+            if saved:
+                state.load_state_dict(saved[0])
+                local.load_state_dict(saved[1])
+                assert torch.equal(flat(module), saved[2])
+                return
+            for one in [*both, *both, both[0]]:
+                module.zero_grad()
+                backward(module, rank, 0)
+                one.step()
+            assert local.steps == 2, "an exchange has just taken place"
+            saved = [state.state_dict(), local.state_dict(), flat(module)]
+
+
 # ---- exchanges and a forward pass in bfloat16
 
 

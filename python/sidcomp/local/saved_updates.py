@@ -62,13 +62,20 @@ def _cloned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in tensors.items()}
 
 
+def _at_base(vectors: Sequence[Vectors]) -> bool:
+    """Whether this rank's parameters are where it continued from."""
+    pairs = ((p, base) for v in vectors for p, base in zip(v.parameters, v.base_views, strict=True))
+    return all(torch.equal(p, base.to(p.device)) for p, base in pairs)
+
+
 def save(updates: Updates) -> dict[str, Any]:
     """Returns the contents of a checkpoint. Nothing is in progress when it is called."""
     parameters = updates.error == "parameters"
     flying = updates.of(updates.flying)
-    # where the base is not the point, and where the parameters may be elsewhere than at the base
-    moved = updates.vectors if parameters else flying
-    away = updates.steps % updates.every != 0 or updates.parts > 1 or updates.meetings is not None
+    moved = updates.vectors if parameters else flying  # where the base is not the point
+    # The number of steps does not tell: the parameters are also elsewhere after an exchange that has failed,
+    # and when one of several optimizers has stepped alone.
+    away = not _at_base(updates.vectors)
     discarded = bool(flying) and not updates.counts(updates.flying)
     saved: dict[str, Any] = {
         "version": VERSION,
