@@ -495,37 +495,39 @@ def test_optimizers_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_pa
     run(regrouped, 2, str(tmp_path))
 
 
-def chosen(rank: int, world: int, folder: str) -> dict[str, Any]:
+def chosen(rank: int, world: int, folder: str, every: int) -> dict[str, Any]:
     module, said = network(rank), io.StringIO()
     optimizer = adamw(module)
-    with redirect_stderr(said), sidcomp.compress(module, optimizer) as it:
+    with redirect_stderr(said), sidcomp.compress(module, optimizer, every=every) as it:
         before = str(it)
         train(module, optimizer, rank, range(10))
         codec, page = it.state.settings.candidates[0].encoding, str(it)
         it.save(folder)
-        train(module, optimizer, rank, range(10, 14))
+        train(module, optimizer, rank, range(10, 18))
         with it.common():
             point = flat(module)
     again = network(rank)
     other = adamw(again)
-    with sidcomp.compress(again, other) as it:
+    with sidcomp.compress(again, other, every=every) as it:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # such as that the State before has compressed nothing
             assert it.load(folder) and "was chosen by the run that saved" in str(it)
         assert it.state.settings.candidates[0].encoding == codec
-        train(again, other, rank, range(10, 14))
+        train(again, other, rank, range(10, 18))
         with it.common():
             same = torch.equal(flat(again), point)
     return {"codec": codec, "before": before, "page": page, "said": said.getvalue(), "same": same}
 
 
-def test_auto_chooses_what_updates_send(tmp_path: Path) -> None:
-    results = run(chosen, 2, str(tmp_path))
+@pytest.mark.parametrize("every", [1, 8])
+def test_auto_chooses_what_updates_send(tmp_path: Path, every: int) -> None:
+    """With 8 steps between two exchanges it saves before the first exchange of what was chosen."""
+    results = run(chosen, 2, str(tmp_path), every)
     assert len({r["codec"] for r in results}) == 1 and "none" not in results[0]["codec"]
     for rank, r in enumerate(results):
         assert r["same"] and "still measuring" in r["before"] and "is chosen" in r["page"]
         assert ("is chosen; an exchange takes" in r["said"]) is (rank == 0)
-        assert ("closed after 14 steps without run.average()" in r["said"]) is (rank == 0)
+        assert ("closed after 18 steps without run.average()" in r["said"]) is (rank == 0)
 
 
 @on_ranks(2)

@@ -376,7 +376,7 @@ def test_what_is_wrong_is_said(rank: int, world: int, case: str, said: str) -> N
         "bf16": lambda: updates("parameters", module.bfloat16(), optimizer),
         "optimizer": lambda: updates("parameters", module, OPTIMIZERS["SGD"](network(1).parameters())),
         "damaged": lambda: loads(base={}),
-        "order": lambda: loads(steps=3),
+        "order": lambda: loads(**{"state step": 3}),
     }
 
     def loads(**wrong: Any) -> None:

@@ -81,6 +81,7 @@ def save(updates: Updates) -> dict[str, Any]:
         "version": VERSION,
         "error": updates.error,
         "steps": updates.steps,
+        "state step": updates.state.engine.step,
         "every": updates.every,
         "delay": updates.delay,
         "parts": updates.parts,
@@ -102,9 +103,9 @@ def save(updates: Updates) -> dict[str, Any]:
     return saved
 
 
-def check(updates: Updates, saved: object) -> list[int]:
-    """Raises CheckpointError unless `saved` can be loaded. Returns what is in flight in it, as `flying` holds
-    it. Nothing changes."""
+def check(updates: Updates, saved: object, step: int) -> list[int]:
+    """Raises CheckpointError unless `saved` can be loaded behind a State's dictionary of this step. Returns
+    what is in flight in it, as `flying` holds it. Nothing changes."""
     if not isinstance(saved, dict):
         raise CheckpointError(
             f"{CALL}: load_state_dict({reprlib.repr(saved)}): give the dictionary that state_dict() "
@@ -124,6 +125,11 @@ def check(updates: Updates, saved: object) -> list[int]:
     if saved["error"] != updates.error:
         raise CheckpointError(
             f"{CALL}: the checkpoint was saved with error={saved['error']!r}: resume with the same `error`"
+        )
+    if updates.error == "parameters" and saved["state step"] != step:
+        raise CheckpointError(
+            f"{CALL}: it was saved beside a State's dictionary of step {saved['state step']}, and the State "
+            f"is at step {step}: call the State's load_state_dict first, with that dictionary"
         )
     updates.shards.check_saved(saved)
     together = _in_flight(updates, saved)
@@ -156,8 +162,8 @@ def _steps(value: object, where: str) -> None:
 
 
 _FIELDS = {
-    "version": count, "error": text, "steps": _steps, "every": positive, "delay": count, "parts": positive,
-    "world": positive, "part": text, "point": table(anything), "base": table(anything),
+    "version": count, "error": text, "steps": _steps, "state step": count, "every": positive, "delay": count,
+    "parts": positive, "world": positive, "part": text, "point": table(anything), "base": table(anything),
     "own": table(anything), "in flight": table(anything), "noise": anything, "outer": anything,
 }  # fmt: skip
 _FLIGHT = {"names": listing(text), "update": table(anything), "discarded": flag}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import CheckpointError, UnsupportedError
+from sidcomp.errors import UnsupportedError
 from sidcomp.local import arguments, saved_updates
 from sidcomp.local import error as errors
 from sidcomp.local.alarms import RUNS, Discards, Loaded, OwnGradients, Trained, apart
@@ -551,10 +551,7 @@ class Updates:
         """Raises an error if `load_state_dict` cannot load it behind a State's dictionary of this step, and
         returns what is in flight in it, as `flying` holds it."""
         self._shown.refuse("load_state_dict() was called")
-        together = saved_updates.check(self, saved)
-        if self.error == "parameters" and saved["steps"] >= saved["every"] and not step:
-            raise CheckpointError(f"{CALL}: call the State's load_state_dict first")
-        return together
+        return saved_updates.check(self, saved, step)
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
