@@ -12,7 +12,7 @@ from heard import warned
 from sidcomp.errors import ArgumentError, UnsupportedError
 from sidcomp.local.stepping import Stepping
 from sidcomp.runtime.optimizers import chains
-from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.distributed.checkpoint.state_dict import _init_optim_state, get_optimizer_state_dict
 
 
 class Owner:
@@ -191,13 +191,50 @@ def test_the_step_that_makes_a_state_to_load_into_does_not_count() -> None:
     assert owner.steps == 1
 
 
-def test_a_first_step_of_rate_zero_counts() -> None:
-    """As warm-ups begin."""
-    p = parameter()
-    owner, optimizer = Owner(p), torch.optim.AdamW([p], lr=0.0)
+@pytest.mark.parametrize("maker", [torch.optim.SGD, torch.optim.AdamW])
+def test_looking_at_an_optimizers_state_is_no_step(maker: Any) -> None:
+    """Plain SGD has no state, so that torch steps each time."""
+    module = torch.nn.Linear(2, 1)
+    optimizer = maker(module.parameters(), lr=0.1)
+    owner = Owner(torch.nn.Parameter(torch.zeros(1)))
+    Stepping(owner, chains(optimizer))
+    for step in range(3):
+        get_optimizer_state_dict(module, optimizer)
+        assert owner.steps == step and len(owner.calls) == 1 + 2 * step
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("maker", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("gradient", [0.0, 1.0, None])
+def test_a_first_step_of_rate_zero_counts(maker: Any, gradient: float | None) -> None:
+    """As warm-ups begin. The others count it, whatever this rank's batch gives."""
+    p = parameter(gradient or 0.0)
+    if gradient is None:
+        p.grad = None
+    owner, optimizer = Owner(p), maker([p], lr=0.0)
     Stepping(owner, chains(optimizer))
     optimizer.step()
-    assert owner.steps == 1
+    assert [what for what, _ in owner.calls] == ["made", "before", "after"]
+
+
+@pytest.mark.parametrize("maker", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_closure_at_rate_zero_is_seen_before_and_after(maker: Any) -> None:
+    """There are gradients only behind the closure."""
+    p = parameter()
+    p.grad = None
+    owner, optimizer = Owner(p), maker([p], lr=0.0)
+    Stepping(owner, chains(optimizer))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert [what for what, _ in owner.calls] == ["made", "before", "after"]
 
 
 def test_an_error_in_the_step_leaves_the_next_one_whole() -> None:

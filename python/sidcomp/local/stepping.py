@@ -1,8 +1,10 @@
 """Notices each step of training by the optimizers' own hooks, so that the training loop stays as it is."""
 
 import functools
+import sys
 import weakref
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -72,15 +74,14 @@ class Stepping:
             hook.remove()
         self._owner = None
 
-    def _begin(self, optimizer: Any, *_: Any) -> None:
-        first = not self._calls[self._all[id(optimizer)]]
-        if self._owner is not None and not self._stepped and not (first and _makes_state(optimizer)):
+    def _begin(self, *_: Any) -> None:
+        if self._owner is not None and not self._stepped and not _makes_state():
             self._owner.before()
 
     def _end(self, optimizer: Any, *_: Any) -> None:
         index = self._all[id(optimizer)]
         self._calls[index] += 1
-        if self._calls[index] > 1 or not _makes_state(optimizer):
+        if not _makes_state():
             self._count(index)
 
     def _count(self, index: int) -> None:
@@ -113,13 +114,17 @@ class Stepping:
         self._count(index)
 
 
-def _makes_state(optimizer: Any) -> bool:
-    """Whether an optimizer's first step only makes its state, for torch.distributed.checkpoint to load into:
-    it has rate 0, and there are no gradients but zeros."""
-    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
-        return False
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return not any(bool(g.count_nonzero()) for g in gradients)
+def _makes_state() -> bool:
+    """Whether torch.distributed.checkpoint takes the present step, only to make a state to load into.
+
+    Only the caller tells: a rate of 0 and gradients of zeros also occur in training, where a warm-up begins
+    and nothing of a rank's batch counts. All ranks count that step, or their exchanges would not meet."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state":
+            return str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.")
+        frame = frame.f_back
+    return False
 
 
 _of: "weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Stepping], int]]]" = weakref.WeakKeyDictionary()
