@@ -85,9 +85,41 @@ class Communicating(torch.optim.SGD):
 def test_an_optimizer_that_communicates_itself_is_refused(rank: int, world: int) -> None:
     module = network()
     optimizer = Communicating(module.parameters(), lr=0.1)
-    with sidcomp.compress(module, optimizer, "int4"):
+    with sidcomp.compress(module, optimizer, "int4") as it:
         said = caught(lambda: train(module, optimizer, rank, range(STEPS)))
-    assert "SetupError: the ranks' gradients differ, and all optimizers did the same" in said
+        assert it.updates.steps == 3  # type: ignore[attr-defined]
+    assert "SetupError: the ranks' gradients differ, and all optimizers did the same, to the bit" in said
+
+
+class BySign(torch.optim.SGD):
+    """As Lion and signSGD: a rank's own gradients, of which only the signs count."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for of in self.param_groups for p in of["params"]):
+            p.sub_(p.grad.sign(), alpha=1e-3)
+
+
+@pytest.mark.parametrize("maker", [torch.optim.Adam, torch.optim.Adagrad, BySign])
+@on_ranks(2)
+def test_optimizers_that_do_the_same_on_their_own_are_none_that_communicate(
+    rank: int, world: int, maker: Any
+) -> None:
+    """A small model far from its target: every gradient has the same sign on all ranks, so that the first
+    step of Adam has the same bits, and each step by signs."""
+    torch.manual_seed(3)
+    module = nn.Linear(4, 1)
+    optimizer = maker(module.parameters(), lr=1e-2)
+    same: list[bool] = []
+    optimizer.register_step_post_hook(lambda *_: same.append(alike(flat(module))))  # then comes sidcomp
+    with sidcomp.compress(module, optimizer):
+        for step in range(STEPS):
+            draw = torch.Generator().manual_seed(1000 * step + rank)
+            x = torch.rand(16, 4, generator=draw)
+            optimizer.zero_grad()
+            (module(x) - 3 * x.sum(1, keepdim=True) - 5).square().mean().backward()
+            optimizer.step()
+    assert same[0] and all(same) is (maker is BySign)
 
 
 def toggled(rank: int, world: int, toggles: bool) -> tuple[str, torch.Tensor, bool]:

@@ -23,12 +23,13 @@ _requires_grad = attrgetter("requires_grad")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _digest(tensors: Iterable[torch.Tensor]) -> int:
-    """A sum of the bits; 0 if there is none but zeros."""
+def _digest(tensors: Iterable[torch.Tensor], signs: bool = False) -> int:
+    """A sum of the bits, or of those of the signs; 0 if there is none but zeros."""
     total = 0
     for i, x in enumerate(tensors):
         if x.is_sparse:
             x = x.coalesce().values()
+        x = x.sign() if signs else x
         bits = x.detach().contiguous().view(_INTEGERS[x.element_size()])
         total += (2 * i + 1) * int(bits.sum(dtype=torch.int64))
     return total % 2**63
@@ -43,14 +44,16 @@ class OwnGradients:
     def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         self._parameters, self._group = list(parameters), group
         self._left = _LOOKS if dist.get_world_size(group) > 1 else 0
-        self._equal = 0  # of the exchanges that were looked at
+        # Of the exchanges that were looked at: those of the same gradients, and those of other gradients and
+        # the same updates.
+        self._equal = self._joint = 0
         self._mine: list[int] = []
 
     def note(self, updates: Sequence[torch.Tensor]) -> None:
         """An exchange of these updates begins."""
         if self._left:
             gradients = [own_part(p.grad) for p in self._parameters if p.grad is not None]
-            self._mine = [_digest(gradients), _digest(updates)]
+            self._mine = [_digest(gradients), _digest(gradients, signs=True), _digest(updates)]
 
     def compare(self) -> None:
         """Called on all ranks after an exchange that has not failed. Raises SetupError on all of them."""
@@ -61,17 +64,21 @@ class OwnGradients:
         told = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
         with exchanging("comparing what the ranks' gradients are"):
             dist.all_gather(told, message, group=self._group)
-        of_gradients, of_updates = zip(*(one.tolist() for one in told), strict=True)
+        of_gradients, of_signs, of_updates = zip(*(one.tolist() for one in told), strict=True)
         if not all(of_updates):
             return  # a rate of 0, or a skipped step
-        first, self._left = self._left == _LOOKS, self._left - 1
-        same = len(set(of_gradients)) == 1 and all(of_gradients)
-        self._equal += same
-        if first and not same and len(set(of_updates)) == 1:
+        equal = len(set(of_gradients)) == 1 and all(of_gradients)
+        joint = not equal and len(set(of_updates)) == 1
+        if joint and len(set(of_signs)) == 1:
+            return  # what an optimizer may do that looks at the signs alone, as Adam in its first step
+        self._left -= 1
+        self._equal += equal
+        self._joint += joint
+        if self._joint == _LOOKS:
             raise SetupError(
-                "the ranks' gradients differ, and all optimizers did the same to the bit: the optimizer "
-                "communicates itself. Give it a variant for a single device: sidcomp exchanges what each "
-                "rank's own optimizer did"
+                f"the ranks' gradients differ, and all optimizers did the same, to the bit, in {_LOOKS} "
+                "exchanges: the optimizer communicates itself. Give it a variant for a single device: "
+                "sidcomp exchanges what each rank's own optimizer did"
             )
         if self._equal == _LOOKS:
             raise SetupError(
