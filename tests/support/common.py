@@ -194,7 +194,8 @@ class Reference:
         return dict(schedule.at({**settings, **self.own.get(names[0], {})}, self.steps))
 
     def exchange(self, groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Replaces every .grad by the exchanged one. Parameters that no rank has used stay as they are."""
+        """Replaces every .grad by the exchanged one. Parameters that no rank has used stay as they are, and
+        what is sent of them is not used: it goes back to every rank's residual."""
         used: list[Any] = [None] * self.world
         dist.all_gather_object(used, [name for name, p in parameters.items() if p.grad is not None])
         anywhere = {name for names in used for name in names}
@@ -237,6 +238,8 @@ class Reference:
                 self.vec[name] = side.memory.vec[:, part]
                 if name in anywhere:
                     p.grad = shaped(reduced[part], p).to(p.device)
+                elif len(self.vec[name]) and (self.memory != "momentum"):
+                    self.vec[name][0] += reduced[part].float().numpy()
         self.sides = sides
         self.steps += 1
 

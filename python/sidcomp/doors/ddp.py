@@ -17,6 +17,7 @@ from sidcomp.autotune.controller import Controller
 from sidcomp.config.grouping import shorten
 from sidcomp.doors.ddp_checks import PYTHON_REDUCER, converted, kind, reduced, refuse, refuse_join
 from sidcomp.doors.names import named_parameters, roles
+from sidcomp.doors.unused import Unused, watched
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.runtime.bucket import Bucket, failed
 from sidcomp.runtime.door import ModuleDoor
@@ -311,6 +312,8 @@ class DDPDoor(ModuleDoor):
         self.device = list(wrapped.values())[-1].device if wrapped else torch.device("cpu")
         # DDP rebuilds its buckets once it knows the order of the gradients
         self._rebuilds = ddp.static_graph or not ddp.find_unused_parameters
+        self._watches_unused = watched(ddp)
+        self._unused: Unused | None = None
         self._index: dict[int, int] = {}  # a bucket's index, by the id of its first parameter
         self._rebuilt = False  # whether DDP had rebuilt its buckets when the layout was made
         self._confirmed = False  # under join(): the layout's buckets have arrived again
@@ -369,7 +372,10 @@ class DDPDoor(ModuleDoor):
                 return failed(error)
             self._broken = None
         try:
-            return self._arrive(parameters, bucket.buffer(), bucket.is_last())
+            future = self._arrive(parameters, bucket.buffer(), bucket.is_last())
+            if self._watches_unused and not self.engine.within and self._discovery is None:
+                self._look_after_unused()
+            return future
         except Exception as e:
             self.engine.report(e)
             arrived = self._abandon(e)
@@ -396,6 +402,15 @@ class DDPDoor(ModuleDoor):
             if (engine.within or same) and index is not None and self._same(index, parameters, buffer):
                 return engine.ready(index, buffer)
         return self._discover(ddp._has_rebuilt_buckets, parameters, buffer, last)
+
+    def _look_after_unused(self) -> None:
+        layout = self.engine.layout
+        assert layout is not None
+        # Under join() no group keeps anything, and ranks without data call the hook outside of backward().
+        if any(g.plan.vectors for g in layout.groups):
+            if self._unused is None:
+                self._unused = Unused(self._ddp(), {name for b in layout.buckets for name in b.names})
+            self._unused.after(self.engine, [b.buffer for b in layout.buckets])
 
     def _same(self, index: int, parameters: list[torch.Tensor], buffer: torch.Tensor) -> bool:
         """Whether this is bucket `index` of the layout. Compares identities, because addresses are reused."""

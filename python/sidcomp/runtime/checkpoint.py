@@ -44,11 +44,11 @@ def residual_of(g: Group, out: torch.Tensor | None = None) -> torch.Tensor:
     if out is None:
         out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32, device="cpu")
     with g.host_state() as state:
-        g.plan.residual_out(state, _place(g, out))
+        g.plan.residual_out(state, place_of(g, out))
     return out
 
 
-def _place(g: Group, values: torch.Tensor) -> int:
+def place_of(g: Group, values: torch.Tensor) -> int:
     return address(values, f"the memory of {g.label()}", torch.float32, g.plan.vectors * g.n)
 
 
@@ -214,7 +214,7 @@ class Resume:
         of the same parameters."""
         if values is not None:
             with g.host_state(write=True) as state:
-                g.plan.residual_in(state, _place(g, values))
+                g.plan.residual_in(state, place_of(g, values))
         if self.same_codec and old is not None and old["way"] == g.spec.candidate and len(old["header"]):
             header, places = old["header"].to(g.device), _headers(g)
             if len(header) != STATE_HEADER * len(places):
@@ -284,9 +284,9 @@ def _at_rate(g: Group, kept: Kept, factor: float) -> Kept:
     if factor == 1:
         return kept
     own = len(kept.values) - kept.common
-    owed = min(_unsent(g.plan.memory), own)
+    residuals = min(owed(g.plan.memory), own)
     factors = torch.ones(len(kept.values), 1, dtype=torch.float32, device="cpu")
-    factors[:owed] = factor
+    factors[:residuals] = factor
     factors[own:] = factor
     return kept._replace(values=kept.values * factors)
 
@@ -391,12 +391,12 @@ def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, part
             total = torch.cat([total[:1] + len(states) // local * total[-1:], total[1:-1]])
         total = total * local
         over = torch.full((len(total), 1), float(parts), dtype=torch.float64, device="cpu")
-        over[_unsent(first["memory"]) :] = len(states)
+        over[owed(first["memory"]) :] = len(states)
         residuals[name] = (total / over).float()
     return {**first, "world": world, "rank": rank, "residuals": residuals, "shared": {}}
 
 
-def _unsent(name: str) -> int:
+def owed(name: str) -> int:
     """Returns how many of a memory's vectors are residuals; the others are momenta."""
     memory = find_memory(name)
     return 1 if "feedback" in memory.traits or not memory.momentum else 0

@@ -14,7 +14,7 @@ from sidcomp import core as _core
 from sidcomp.config.settings import Settings
 from sidcomp.errors import ExchangeError, UnsupportedError
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.checkpoint import residual_of
+from sidcomp.runtime.checkpoint import place_of, residual_of
 from sidcomp.runtime.collectives import SingleCollective
 from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.executor import Executor
@@ -115,6 +115,10 @@ class CpuExecutor(Executor):
         if group.in_messages and group.message_plan.common:
             parts.append(Residual(0, group.shown[-1], True))
         return parts
+
+    def put_residual(self, group: Group) -> None:
+        assert group.shown is not None
+        group.plan.residual_in(group.state.ptr, place_of(group, group.shown))
 
     def clear(self, group: Group) -> None:
         group.plan.forget(group.state.ptr)
@@ -249,6 +253,9 @@ class CpuExecutor(Executor):
 
     def outcome(self, groups: Sequence[Group]) -> tuple[bool, bool]:
         return self.step.nonfinite, self.step.failed
+
+    def finite(self, group: Group) -> bool:
+        return not group.stage.undone and group.stage.error is None
 
     def forget(self, groups: Sequence[Group], several: bool) -> None:
         for g in groups:

@@ -369,6 +369,9 @@ class CudaExecutor(Executor):
             for at, start, n, common in _shares(g)
         ]
 
+    def put_residual(self, group: Group) -> None:
+        self.follow()  # `residual` has shown the memory itself
+
     def clear(self, g: Group) -> None:
         self.residual(g)  # leaves nothing to be subtracted
         starts = [at for at, *_ in _shares(g)]
@@ -495,6 +498,10 @@ class CudaExecutor(Executor):
         nonfinite = any(r[0] for r in reports)
         failed = any(r[2] for r in reports)  # a payload was invalid
         return self.step.nonfinite or nonfinite, self.step.failed or failed
+
+    def finite(self, group: Group) -> bool:
+        latest = group.resident.latest
+        return not (latest.nonfinite or latest.status)
 
     def forget(self, groups: Sequence[Group], several: bool) -> None:
         self.cancel(groups, always=True)

@@ -71,6 +71,10 @@ class Executor:
         is enqueued on the current stream comes after what computes them. Call it between steps."""
         raise NotImplementedError
 
+    def put_residual(self, group: Group) -> None:
+        """Takes over what the caller has changed in the values that `residual` has just returned."""
+        raise NotImplementedError
+
     def clear(self, group: Group) -> None:
         """Sets the group's memory to 0. Call it between steps."""
         raise NotImplementedError
@@ -102,6 +106,11 @@ class Executor:
 
     def outcome(self, groups: Sequence[Group]) -> tuple[bool, bool]:
         """Returns whether a group of the last step was not finite, and whether one failed. May wait."""
+        raise NotImplementedError
+
+    def finite(self, group: Group) -> bool:
+        """Whether the last step of this group was finite, on all ranks, and did not fail. Call it after
+        `outcome`."""
         raise NotImplementedError
 
     def forget(self, groups: Sequence[Group], several: bool) -> None:

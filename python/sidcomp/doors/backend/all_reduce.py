@@ -24,6 +24,7 @@ from sidcomp.doors.backend.recognition import Call, Door, Origin, Passes, Progra
 from sidcomp.doors.backend.works import Reducing
 from sidcomp.doors.backend.wrapper import Wrapper, passed_on
 from sidcomp.doors.fsdp import parameter_groups
+from sidcomp.doors.unused import Unused, watched
 from sidcomp.errors import SetupError
 from sidcomp.runtime.announcement import compressed
 from sidcomp.runtime.block import DTYPES
@@ -235,20 +236,34 @@ class ProcessGroup(Wrapper):
         """A backward pass has ended."""
         self._adam.tidy()
         self._task = -1
-        self._passes.end()
+        buffers = self._passes.buffers
+        program = self._passes.end()
+        if program is not None and program.pieces is not None:
+            if not program.looked:  # it is from a checkpoint
+                self._find_model(program)
+            if program.unused is not None and program.state is not None:
+                program.unused.after(program.state.engine, buffers)
         if self._seen is not None and not any(p.loaded and p.pieces for p in self._passes.programs):
             self._seen.close()
             self._seen = None
 
     def _learn(self, program: Program) -> None:
         """Makes what compresses a program."""
+        self._find_model(program)
+        program.learn(self.configuration, self)
+
+    def _find_model(self, program: Program) -> None:
+        """Looks for the DDP model whose buckets are the program's."""
+        program.looked = True
         for ddp in models_on(self):
-            held = self._large(holdings(ddp))
+            every = holdings(ddp)
+            held = self._large(every)
             if [Call(h.numel, h.dtype, h.device, False) for h in held] == program.calls and any(
                 o is None or o.one_of(ddp.parameters()) for o in program.origins
             ):
                 program.pieces = [h.pieces for h in held]
-        program.learn(self.configuration, self)
+                names = {name for h in every for name, _ in h.pieces}
+                program.unused = Unused(ddp, names) if watched(ddp) else None
 
     def _large(self, held: list[Holding]) -> list[Holding]:
         """Returns the buckets of a DDP model whose all-reduces may be compressed."""

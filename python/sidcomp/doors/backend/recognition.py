@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sidcomp.doors.backend.configuration import Configuration
 from sidcomp.doors.backend.ddp_buckets import Holding
 from sidcomp.doors.fsdp import parameter_groups
+from sidcomp.doors.unused import Unused
 from sidcomp.errors import SetupError
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import UNFINISHED, Engine, Model
@@ -133,6 +134,8 @@ class Program:
         self.loaded = False
         # The parameters whose gradients DDP's buckets have, by name, and how many elements; None: not known.
         self.pieces: list[tuple[tuple[str, int], ...]] | None = None
+        self.looked = False  # for the DDP model whose buckets they are
+        self.unused: Unused | None = None  # of that model
         self.formed = False  # the engine has these buckets
         self._taken: Sequence[Holding] | None = None  # the buckets of its last pass, while it is `loaded`
         self._stays = False  # and the pass before it had them, too
@@ -153,6 +156,7 @@ class Program:
     def inherit(self, former: "Program") -> None:
         """Continues with what has compressed these calls before."""
         self.known, self.holds, self.pieces = True, former.holds, former.pieces
+        self.looked, self.unused = former.looked, former.unused
         self.state = former.state
         assert self.state is not None and isinstance(self.state.door, Door)
         self.state.door.program = self
@@ -321,6 +325,13 @@ class Passes:
             self._stop(f"call {index} of {self.where} is {call}, not the one of earlier passes")
             return None
         return program, index
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The tensors of the active program's calls, until the pass ends."""
+        state = self._active.state if self._active is not None else None
+        layout = state.engine.layout if state is not None else None
+        return [b.buffer for b in layout.buckets] if layout is not None else []
 
     def give_up(self) -> None:
         """An error has ended the use of the active program in this pass."""
