@@ -248,6 +248,35 @@ def test_several_passes_of_one_step(rank: int, world: int, density: float | sidc
         assert_same(other.everything(), clean.everything(), f"step {step}")
 
 
+@pytest.mark.parametrize("nonfinite", ["rollback", "drop"])
+@pytest.mark.parametrize("groups", ["explicit", "bucket"])
+@on_ranks(2)
+def test_a_step_within_which_ddp_forms_its_buckets_anew(
+    rank: int, world: int, groups: str, nonfinite: str
+) -> None:
+    """The first pass of the first step has other buckets than the second one, and is thrown away with it."""
+    clean, other = (
+        Run(rank, "two-backwards", codec="topk", density=0.1, groups=groups, nonfinite=n)
+        for n in (None, nonfinite)
+    )
+    for r in (clean, other):
+        r.state.follow(r.trainer.optimizer)
+    other.backward(first__weight=1e6)
+    first = [g["names"] for g in groups_of(other.state)]
+    other.trainer.backward(1, "sync")
+    assert groups == "explicit" or [g["names"] for g in groups_of(other.state)] != first
+    assert any(r.any() for r in residuals_of(other.state).values())
+    other.state.skip()
+    assert not any(r.any() for r in residuals_of(other.state).values())
+    if nonfinite == "rollback":
+        assert other.state.engine.step == 0
+    if groups == "explicit" and nonfinite == "rollback":
+        for step in range(2):
+            for r in (clean, other):
+                r.trainer.step()
+            assert_same(other.everything(), clean.everything(), f"step {step}")
+
+
 class Plain:
     """An optimizer in its face only: it tells nothing when it steps."""
 

@@ -15,6 +15,7 @@ from sidcomp.config.grouping import Piece, Spec, shorten
 from sidcomp.config.registry import find_memory
 from sidcomp.config.settings import Settings
 from sidcomp.errors import ArgumentError, CheckpointError
+from sidcomp.runtime.block import Block
 from sidcomp.runtime.checkpoint_reader import FORMAT, STATE_HEADER, read
 from sidcomp.runtime.communicator import Exchange
 from sidcomp.runtime.group import Group
@@ -39,12 +40,13 @@ class Kept(NamedTuple):
 Residuals = dict[str, Kept]
 
 
-def residual_of(g: Group, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the contents of the group's memory: (vectors, n) float32 on the CPU. out: one to fill."""
+def residual_of(g: Group, out: torch.Tensor | None = None, state: Block | None = None) -> torch.Tensor:
+    """Returns the contents of the group's memory: (vectors, n) float32 on the CPU. out: one to fill. state:
+    the one that holds it; None: the current one."""
     if out is None:
         out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32, device="cpu")
-    with g.host_state() as state:
-        g.plan.residual_out(state, place_of(g, out))
+    with g.host_state(state=state) as place:
+        g.plan.residual_out(place, place_of(g, out))
     return out
 
 
@@ -52,15 +54,17 @@ def place_of(g: Group, values: torch.Tensor) -> int:
     return address(values, f"the memory of {g.label()}", torch.float32, g.plan.vectors * g.n)
 
 
-def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
+def _residuals(groups: Iterable[Group], rates: Rates | None, before: bool = False) -> Residuals:
+    """before: as they were before the last step, in the units of that time."""
     kept: Residuals = {}
     for g in groups:
         if g.plan.vectors:
-            parts = torch.split(residual_of(g), [p.numel for p in g.spec.pieces], dim=1)
+            state, factor = (g.states.before, g.stage.marked) if before else (g.state, g.stage.unapplied)
+            parts = torch.split(residual_of(g, state=state), [p.numel for p in g.spec.pieces], dim=1)
             how = (g.message_plan.choice.local, g.message_plan.common) if g.in_messages else (1, False)
             for p, part in zip(g.spec.pieces, parts, strict=True):
                 rate = rates.rate(p.name) if rates is not None else None
-                kept[p.name] = _at_rate(g, Kept(part.clone(), *how, rate), g.stage.unapplied)
+                kept[p.name] = _at_rate(g, Kept(part.clone(), *how, rate), factor)
     return kept
 
 
@@ -85,11 +89,13 @@ def _headers(g: Group) -> list[int]:
     return [at for at, *_ in g.message_plan.shares] if g.in_messages else [0]
 
 
-def _save_group(g: Group) -> dict[str, Any]:
+def _save_group(g: Group, state: Block | None = None) -> dict[str, Any]:
+    """state: the one to save; None: the current one."""
     header = extra = torch.zeros(0, dtype=torch.uint8, device="cpu")
     if not g.direct:
-        header = torch.cat([header, *(g.state.tensor[at : at + STATE_HEADER].cpu() for at in _headers(g))])
-        extra = g.state.tensor[g.states.codec_bytes].cpu().clone()
+        kept = (state or g.state).tensor
+        header = torch.cat([header, *(kept[at : at + STATE_HEADER].cpu() for at in _headers(g))])
+        extra = kept[g.states.codec_bytes].cpu().clone()
     return {
         "names": list(g.names),
         "shapes": [list(p.shape) for p in g.spec.pieces],
@@ -307,6 +313,13 @@ def _kept(source: dict[str, Any]) -> Residuals:
 def carry(groups: Sequence[Group], rates: Rates | None) -> Resume:
     """Returns the memories of a layout's groups, for the groups of the next layout. groups: may be none."""
     return Resume(_residuals(groups, rates), [_save_group(g) for g in groups], {})
+
+
+def carry_before(groups: Sequence[Group]) -> Resume:
+    """The same, as they were before the steps that can still be discarded."""
+    return Resume(
+        _residuals(groups, None, before=True), [_save_group(g, g.states.before) for g in groups], {}
+    )
 
 
 def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece], candidates: int) -> list[Spec]:

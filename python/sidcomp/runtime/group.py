@@ -74,11 +74,20 @@ class States:
         if extra_bytes < own.stop - own.start:
             self.current.tensor[own] = before.tensor[own]
 
+    @property
+    def before(self) -> Block:
+        """The state that the last step has read: the current one, if there is only one."""
+        return self.all[self.current is self.all[0]] if self.moved else self.current
+
+    def go_on(self) -> None:
+        """Takes the current state as what the last step has read, and the other one, if there are two, as its
+        result."""
+        if len(self.all) == 2:
+            self.current, self.moved = self.all[self.current is self.all[0]], True
+
     def go_back(self) -> None:
         """Undoes the last step: returns to the state that it read."""
-        if self.moved:
-            self.current = self.all[self.current is self.all[0]]
-        self.moved = False
+        self.current, self.moved = self.before, False
 
     @property
     def live(self) -> list[Block]:

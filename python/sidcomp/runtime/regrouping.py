@@ -140,7 +140,7 @@ class Regrouping(Following):
             kept = self.resume or checkpoint.carry(self.groups, self.rates)
             kept.residuals = {**self.unassigned, **kept.residuals}
             what = "take over its residuals" if self.resume is None else "load its checkpoint"
-            forming.together(exchange, partial(kept.place, layout, exchange, self.rates), what)
+            forming.together(exchange, partial(self._place, kept, layout, exchange), what)
             self.control += TOLD * exchange.world
             if self.tuner is not None:
                 held = {name for g in layout.groups if g.plan.vectors for name in g.names}
@@ -148,12 +148,30 @@ class Regrouping(Following):
         # Nothing fails between this and the new layout: until then the executor has the former groups.
         parent = self.process_group or model.process_group
         executor.connect(self.settings, layout.groups, exchange, parent, check)
-        self.resume = None
+        amid, self.resume = self._amid, None
         self._change_at = self.settings.next_change(self.step, self.regime)
         self.allocations += sum(g.allocations for g in layout.groups)
         self.layout, self._check, self._model = layout, check, model
-        self._revocable = False  # the former states no longer exist
+        if not amid:
+            self._revocable = False  # the former states no longer exist
         self._announce()
+
+    @property
+    def _amid(self) -> bool:
+        """Whether the next backward pass is discarded together with the last one. It is the same on all
+        ranks."""
+        return self.watch is not None and self.watch.within and self.resume is None
+
+    def _place(self, kept: checkpoint.Resume, layout: Layout, exchange: Exchange) -> None:
+        """Puts the memories into new groups, whose other states get what the optimizer's step began with, if
+        it has begun."""
+        if self._amid and self.rollback:
+            began = checkpoint.carry_before(self.groups)
+            began.residuals = {**self.unassigned, **began.residuals}
+            began.place(layout, exchange, None)
+            for g in layout.groups:
+                g.states.go_on()
+        kept.place(layout, exchange, self.rates)
 
     def _announce(self) -> None:
         """Says what is compressed, once. A tuner that has chosen plain DDP says so itself."""
