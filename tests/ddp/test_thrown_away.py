@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
+import torch.distributed as dist
 from buffers import fits
 from cases import assert_same, square
 from common import CODECS, MEMORIES, begin, groups_of, residuals_of, with_density
-from harness import on_ranks, run
+from harness import at_end, on_ranks, run
 from heard import logged
 from sidcomp import _core
+from sidcomp.doors.ddp import register
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 SETTINGS = with_density(CODECS, 0.1)
 STEPS = 5
@@ -275,6 +278,72 @@ def test_a_step_within_which_ddp_forms_its_buckets_anew(
             for r in (clean, other):
                 r.trainer.step()
             assert_same(other.everything(), clean.everything(), f"step {step}")
+
+
+class Two(nn.Module):
+    """`a` and `c` have one optimizer, `b` another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(40, 40, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.a(x), self.b(x), self.c(x)
+
+
+@pytest.mark.parametrize("looked", [False, True], ids=["", "looked"])
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+@on_ranks(2)
+def test_a_scaler_skips_one_of_two_optimizers(rank: int, world: int, together: bool, looked: bool) -> None:
+    """Steps in which only `a` is not finite stay for `b`, whose optimizer steps, and leave nothing of `c`,
+    also if a group holds both. The rates change in the first of them. looked: before the scaler decides."""
+    module = Two()
+    ddp = DDP(module, bucket_cap_mb=0.0001)
+    both = [["b.weight", "c.weight"]] if together else [["b.weight"], ["c.weight"]]
+    state = sidcomp.State("topk", density=0.02, groups=[["a.weight"], *both])
+    register(ddp, state)
+    at_end(state.close)
+    first = torch.optim.SGD([*module.a.parameters(), *module.c.parameters()], 1.0)
+    second = torch.optim.SGD(module.b.parameters(), 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=10**6, backoff_factor=0.999999)
+    state.follow([first, second], scaler)
+    start, due = module.b.weight.detach().clone(), torch.zeros(40, 40)
+    generator = torch.Generator().manual_seed(rank)
+
+    def owed(name: str) -> Tensor:
+        saved = state.state_dict()
+        kept = saved["residuals"][name][0] * saved["rates"].get(name, 1.0)
+        return kept.view(40, 40)  # type: ignore[no-any-return]
+
+    for step in range(8):
+        rate = 1.0 if step < 4 else 0.5
+        bad = step in (4, 5)
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = rate
+        before = owed("c.weight") if step else torch.zeros(40, 40)
+        x, w = (torch.randn(4, 40, generator=generator) for _ in range(2))
+        ya, yb, yc = ddp(x)
+        scaler.scale(
+            (ya * w).sum() * (float("inf") if bad else 1.0) + (yb * w).sum() + (yc * w).sum()
+        ).backward()
+        if looked:
+            state.stats()
+        c = module.c.weight.detach().clone()
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()
+        assert torch.equal(c, module.c.weight) is bad
+        mean = w.t() @ x
+        dist.all_reduce(mean)
+        due += rate * mean / world
+        if bad:
+            torch.testing.assert_close(owed("c.weight"), before, rtol=1e-4, atol=1e-4)
+        kept = owed("b.weight").clone()
+        dist.all_reduce(kept)
+        lost = (start - module.b.weight.detach() + kept / world - due).norm() / due.norm()
+        assert lost < 1e-4, f"step {step}: {lost:.3f} is lost"
+    assert state.error is None
 
 
 class Plain:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +103,21 @@ def _save_group(g: Group, state: Block | None = None) -> dict[str, Any]:
         "header": header,
         "extra": extra,
     }
+
+
+def go_back_partly(g: Group, names: Collection[str]) -> None:
+    """Gives these of a group's parameters back what the group kept of them before the steps that can still be
+    discarded. The group has two states."""
+    values, before = residual_of(g), residual_of(g, state=g.states.before)
+    common = g.in_messages and g.message_plan.common
+    first = 0
+    for p in g.spec.pieces:
+        if p.name in names:
+            own = slice(first, first + p.numel)
+            values[:, own] = _at_rate(g, Kept(before[:, own], common=common), g.stage.change).values
+        first += p.numel
+    with g.host_state(write=True) as state:
+        g.plan.residual_in(state, place_of(g, values))
 
 
 class Resume:

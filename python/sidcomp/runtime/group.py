@@ -101,6 +101,7 @@ class Stage:
 
     carry: float = 1.0  # multiplies the residual before the gradient is added
     marked: float = 1.0  # what a step that was not sent has left of it, where `go_back` returns to
+    since: float = 1.0  # the product of all factors since then
     launched: bool = False  # it was encoded; not if an error was sent in its place
     moment: Moment = _NEVER
     sent: bool = False  # it was encoded, and its memory has changed
@@ -118,6 +119,7 @@ class Stage:
         """Begins a step, for which the residual is multiplied by `factor`. A group that a step does not send
         is multiplied when it is sent again."""
         self.carry = self.unapplied * factor
+        self.since *= factor
         self.sent = self.undone = self.launched = False
 
     @property
@@ -126,11 +128,16 @@ class Stage:
         return 1.0 if self.launched else self.carry
 
     def mark(self) -> None:
-        self.marked = self.unapplied
+        self.marked, self.since = self.unapplied, 1.0
 
-    def go_back(self) -> None:
-        """Undoes the steps since `mark`."""
-        self.carry, self.launched = self.marked, False
+    @property
+    def change(self) -> float:
+        """The factor from the residual's unit at `mark` to its present one."""
+        return self.marked * self.since / self.unapplied
+
+    def go_back(self, keeping: bool = False) -> None:
+        """Undoes the steps since `mark`. keeping: but not what has changed the residual's unit in them."""
+        self.carry, self.launched = self.marked * (self.since if keeping else 1.0), False
 
 
 @dataclass

@@ -135,6 +135,10 @@ class Rates:
             )
         return of[0] if of else 1.0
 
+    def owner(self, name: str) -> int:
+        """The number of the optimizer that has the parameter; -1: none."""
+        return self._where.get(name, _NOBODY)[0]
+
     def rate(self, name: str) -> float | None:
         """Returns the rate in whose unit the parameter's residual is; None: unknown."""
         return self.last.get(self._where.get(name, _NOBODY))

@@ -38,6 +38,7 @@ class _Stepped:
         self.unseen = 0  # steps since the last backward pass that sidcomp has seen
         self.ran = False
         self.found: torch.Tensor | None = None  # not 0 if a fused optimizer skipped its own step
+        self.each: dict[int, torch.Tensor | None] = {}  # the same of each optimizer that ran, by id
         self.copied: torch.cuda.Event | None = None
 
     def __call__(self, optimizer: Any, *_: Any) -> None:
@@ -58,7 +59,7 @@ class _Stepped:
             found = home.copy_(found, non_blocking=True)
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.copied.record()
-        self.found = found
+        self.found = self.each[id(optimizer)] = found
 
 
 class _Blind:
@@ -71,7 +72,7 @@ class _Blind:
 
 class Watch:
     """The optimizers, and the GradScaler that guards them, if one does. A step counts as skipped if the
-    scaler has skipped all of them.
+    scaler has skipped all of them; of several it may skip some.
 
     Whether an optimizer has stepped is known from its hook or, if it has no hooks, from its parameters'
     versions. Whether the scaler has been asked for the step is known from the stage that it keeps for each
@@ -84,7 +85,9 @@ class Watch:
         self.scaler = scaler
         # of the optimizers: the program may have the scaler step a wrapper, or what is inside
         self._keys = [id(o) for links in chains for o in links]
+        self._numbers = [i for i, links in enumerate(chains) for _ in links]  # whose keys they are
         optimizers = [links[-1] for links in chains]
+        self._ids = list(map(id, optimizers))
         if scaler is not None and not (
             hasattr(scaler, "_per_optimizer_states") and hasattr(scaler, "get_scale")
         ):
@@ -123,6 +126,7 @@ class Watch:
         self._versions = [p._version for p in self._some]
         self._stepped.unseen = 0
         self._stepped.ran, self._stepped.found, self._stepped.copied = False, None, None
+        self._stepped.each = {}
         if self.scaler is not None:
             # update() replaces the table; these entries then stay as step() has left them
             self._scaler_states = [self.scaler._per_optimizer_states[key] for key in self._keys]
@@ -130,7 +134,7 @@ class Watch:
     @property
     def _offered(self) -> bool:
         """Whether scaler.step(optimizer) has been called."""
-        return any(getattr(s.get("stage"), "name", "") == "STEPPED" for s in self._scaler_states)
+        return any(map(_asked, self._scaler_states))
 
     @property
     def _dealt(self) -> bool:
@@ -163,6 +167,21 @@ class Watch:
             self._stepped.copied.synchronize()
         return self._stepped.found is not None and bool(self._stepped.found.item())
 
+    def skipped_each(self) -> list[bool | None]:
+        """Whether the scaler has skipped the step of each optimizer; None: it has not been asked for it."""
+        if self._stepped.copied is not None:
+            self._stepped.copied.synchronize()
+        return [self._skipped(i, at) for i, at in enumerate(self._ids)]
+
+    def _skipped(self, number: int, at: int) -> bool | None:
+        own = [s for s, i in zip(self._scaler_states, self._numbers, strict=False) if i == number]
+        if not any(map(_asked, own)):
+            return None
+        if len(self._hooks) < len(self._ids):
+            return any(bool(x.item()) for s in own for x in s["found_inf_per_device"].values())
+        found = self._stepped.each.get(at)
+        return at not in self._stepped.each or (found is not None and bool(found.item()))
+
     # ---- loss scale
 
     def forward(self, *_: Any) -> None:
@@ -185,6 +204,11 @@ class Watch:
             self._copied.synchronize()
             return float(self._home.item())
         return float(self.scaler.get_scale())
+
+
+def _asked(state: dict[str, Any]) -> bool:
+    """Whether scaler.step(optimizer) has been called. state: what the scaler keeps for the optimizer."""
+    return getattr(state.get("stage"), "name", "") == "STEPPED"
 
 
 class Looking:

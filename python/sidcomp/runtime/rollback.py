@@ -1,6 +1,7 @@
 """Discards a step that does not count: it was not finite, it failed, or the program skipped the optimizer."""
 
 from sidcomp.errors import SetupError
+from sidcomp.runtime import checkpoint
 from sidcomp.runtime.engine_state import EngineState
 
 
@@ -14,10 +15,42 @@ class Rollback(EngineState):
         if self._revocable:
             if self.rollback and self.executor is not None:
                 self.current.nonfinite, self.current.failed = self.executor.outcome(self._posted)
+            skipped = self._skipped()
             bad = self.current.nonfinite or self.current.failed
-            if bad or (self.watch is not None and self.watch.skipped):
+            if skipped is not None:
+                self._throw_away_part(skipped)
+            elif bad or (self.watch is not None and self.watch.skipped):
                 self.throw_away()
         self.current.nonfinite = self.current.failed = False
+
+    def _skipped(self) -> set[int] | None:
+        """The optimizers that a scaler skips in the last step, by number, while others step; None: all or
+        none. One whose turn has not come is going to be skipped if a group of its parameters was not
+        finite."""
+        watch, executor = self.watch, self.executor
+        if not self.rollback or self.current.failed or watch is None or watch.scaler is None:
+            return None
+        each = watch.skipped_each()
+        if len(each) < 2 or executor is None or not (self.current.nonfinite or any(each)):
+            return None
+        bad = {o for g in self.groups if not executor.finite(g) for o, _ in g.rates}
+        skipped = {o for o, was in enumerate(each) if (o in bad if was is None else was)}
+        return skipped if 0 < len(skipped) < len(each) else None
+
+    def _throw_away_part(self, skipped: set[int]) -> None:
+        """Discards the last step for the parameters of these optimizers. The others have stepped, and the
+        step counts, as do the rates: what a group keeps has one unit. May be called again, for the same
+        step."""
+        assert self.rates is not None
+        self.lost = True
+        for g in self.groups:
+            owners = {o for o, _ in g.rates}
+            if owners <= skipped:
+                g.states.go_back()
+                g.stage.go_back(keeping=True)
+            elif owners & skipped and g.states.moved and g.plan.vectors:
+                names = {p.name for p in g.spec.pieces if self.rates.owner(p.name) in skipped}
+                checkpoint.go_back_partly(g, names)
 
     def throw_away(self) -> None:
         """Discards the last step. If groups have two states, their memory, the number of steps and the rates
