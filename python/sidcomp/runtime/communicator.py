@@ -51,6 +51,7 @@ def _backend_of(group: dist.ProcessGroup) -> str:
 # used again.
 _Kept = list["weakref.ref[dist.ProcessGroup]"]
 _kept: dict[tuple[object, ...], _Kept] = {}
+_OFFER = 40  # bytes in which a rank names the group that it would use again: torch's name is a SHA-1 in hex
 
 # A rank waits this long before it logs which ranks it waits for, and where. Waiting is not an error: a rank
 # may load data for minutes before its first step.
@@ -197,22 +198,24 @@ def tell_all(
     return [bytes(part.numpy()) for part in parts]
 
 
-def _roll_call(group: dist.ProcessGroup, what: str, timeout: timedelta | None) -> None:
-    """Returns when all ranks of `group` have called it. Raises ExchangeError, which names those that have
-    not: with Gloo as soon as a process ends, otherwise after the timeout."""
+def _roll_call(
+    group: dist.ProcessGroup, what: str, timeout: timedelta | None, mine: bytes = b"sidcomp"
+) -> list[bytes]:
+    """Returns, when all ranks of `group` have called it, what each passes as `mine`: equally many bytes.
+    Raises ExchangeError, which names those that have not called it: with Gloo as soon as a process ends,
+    otherwise after the timeout."""
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
-        return
+        return [mine]
     if has_gloo(group):
-        tell_all(group, b"sidcomp", what)
-        return
+        return tell_all(group, mine, what)
     # With NCCL a host cannot wait without a stream, so the ranks report to the store.
     store = dist.distributed_c10d._get_default_store()
     call = f"sidcomp/{','.join(map(str, ranks))}/{_calls[tuple(ranks)]}"
     _calls[tuple(ranks)] += 1
     keys = {r: f"{call}/{r}" for r in range(len(ranks))}
     rank = dist.get_rank(group)
-    store.set(keys[rank], "here")
+    store.set(keys[rank], mine.decode())
     missing = list(keys)
     end = time.monotonic() + (timeout or dist.default_pg_timeout).total_seconds()
     with _announced(lambda: _waiting(rank, missing, what)):
@@ -224,6 +227,24 @@ def _roll_call(group: dist.ProcessGroup, what: str, timeout: timedelta | None) -
                 absent = [r for r in missing if not store.check([keys[r]])]
                 raise _lost(absent or missing[:1], what, e) from e
             missing = [r for r in missing[1:] if not store.check([keys[r]])]
+    return [store.get(key) for key in keys.values()]
+
+
+def _first(pool: _Kept) -> dist.ProcessGroup | None:
+    """Returns the first closed group that can be used again. Drops those that are gone, also those of which
+    only the object is left: destroy_process_group() has ended them."""
+    while pool:
+        group = pool[0]()
+        if group is not None and known(group):
+            return group
+        del pool[0]
+    return None
+
+
+def _free_all(pool: _Kept, backend: str) -> None:
+    for group in [group for ref in pool if (group := ref()) is not None and backend == "gloo"]:
+        reaper.collected([group], os.getpid())
+    pool.clear()
 
 
 class Exchange:
@@ -238,6 +259,7 @@ class Exchange:
     """
 
     rejoins = False  # a rank may come back with a checkpoint, to ranks that have loaded none
+    failed = False  # an exchange has failed, here or in the same engine: nobody uses the group again
 
     def __init__(
         self, parent: dist.ProcessGroup, device: torch.device, what: str = "setting up sidcomp"
@@ -250,7 +272,11 @@ class Exchange:
         self._pool: _Kept | None = None
         self.backend = backend = _backend_of(parent)
         self.timeout = timeout = _timeout_of(parent, device)  # None: not known
-        _roll_call(parent, what, timeout)
+        offered: dist.ProcessGroup | None = None
+        if self.world < dist.get_world_size():
+            self._pool = _kept.setdefault((*ranks, backend, timeout), [])
+            offered = _first(self._pool)
+        told = _roll_call(parent, what, timeout, self._offer(offered))
         # Not an attribute: the group must not be freed with this object, which any thread may collect.
         self._box: reaper.Box = []
         self._collected: weakref.finalize[..., Exchange] | None = None
@@ -258,13 +284,12 @@ class Exchange:
             reaper.start()
             self._collected = weakref.finalize(self, reaper.collected, self._box, os.getpid())
             self._collected.atexit = False
-        if self.world < dist.get_world_size():
-            self._pool = _kept.setdefault((*ranks, backend, timeout), [])
-            for ref in self._pool:
-                if group := ref():
-                    self._pool.remove(ref)
-                    self.group = group
-                    return
+        if self._pool and offered is not None and len(set(told)) == 1:
+            del self._pool[0]
+            self.group = offered
+            return
+        if self._pool:  # other ranks have closed theirs after an error, or are new
+            _free_all(self._pool, backend)
         # Gloo connects all ranks here, and waits for a lost one until the timeout.
         forming, may = timeout, backend == "gloo" and hasattr(dist.ProcessGroupGloo, "_set_default_timeout")
         if timeout is not None and may:
@@ -290,6 +315,15 @@ class Exchange:
             raise error
         if timeout is not None and forming != timeout:
             self.group._get_backend(device)._set_default_timeout(timeout)
+
+    def _offer(self, group: dist.ProcessGroup | None) -> bytes:
+        """Returns what this rank says in the roll call. If groups are kept for these ranks, it names the one
+        that this rank would use, because an error may have kept another rank from keeping it."""
+        if self._pool is None:
+            return b"sidcomp"
+        names: dict[Any, str] = dist.distributed_c10d._world.pg_names  # type: ignore[assignment]
+        name = "" if group is None else str(names[group])
+        return name.encode()[:_OFFER].ljust(_OFFER)
 
     @property
     def outdated(self) -> bool:
@@ -416,9 +450,12 @@ class Exchange:
         _free_old()
         if self._collected is not None:
             self._collected.detach()
-        if self._pool is not None:
+        if self._pool is not None and not self.failed:
             self._pool.append(weakref.ref(self.group))
-        elif dist.is_initialized():
+        elif self._pool is not None and self._collected is not None:
+            reaper.collected(self._box, os.getpid())  # its name stays taken
+            return
+        elif self._pool is None and dist.is_initialized():
             with suppress(ValueError):  # the default group has been made anew since
                 dist.destroy_process_group(self.group)
         if self._collected is not None and self._pool is None:

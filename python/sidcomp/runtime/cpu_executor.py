@@ -70,7 +70,7 @@ class CpuExecutor(Executor):
     ) -> None:
         self._exchange, self._check, self._groups = exchange, check, groups
         if self._reductions is not None and self._reductions.exchange is not exchange:  # of other members
-            self._reductions.close()
+            self._reductions.close(self.step.broken)
             self._reductions = None
         single = SingleCollective(exchange)
         self._transports = {
@@ -294,7 +294,7 @@ class CpuExecutor(Executor):
     def close(self) -> None:
         for transport in (self._reductions, self._point_to_point, self._swaps):
             if transport is not None:
-                transport.close()
+                transport.close(self.step.broken)
 
 
 def _blame(reasons: list[str]) -> ExchangeError:

@@ -446,6 +446,7 @@ class Engine(Regrouping):
         if self.executor is not None:
             self.executor.close()
         if self.exchange is not None:
+            self.exchange.failed = self.current.broken
             self.exchange.close()
 
     def _free(self) -> None:

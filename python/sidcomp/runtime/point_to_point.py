@@ -131,11 +131,12 @@ class PointToPoint(Messages):
             transfer.failure = e
         self._queue.put(transfer)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._end()
         for thread in self._threads:
             thread.join()
         if self._own:
+            self.exchange.failed = failed
             self.exchange.close()
 
 

@@ -44,9 +44,10 @@ class Reductions(Collectives):
         transfer.post()
         self._queue.put(transfer)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._end()
         self._thread.join()
+        self.further.exchange.failed = failed
         self.further.exchange.close()
 
 

@@ -21,6 +21,7 @@ class Step:
         self.number = 0  # steps begun that count, those before a checkpoint that was loaded included
         self.begun = 0  # steps begun here, which the bytes below are of
         self.error: Exception | None = None  # the last error
+        self.broken = False  # an exchange has failed, in this step or before
         self.nonfinite = False  # a group was not finite, or failed
         self.failed = False  # a group failed
         self.profiled = False  # a profiler was on when the step began
@@ -58,6 +59,7 @@ class Step:
 
     def report(self, error: Exception) -> None:
         self.error = error
+        self.broken = self.broken or isinstance(error, ExchangeError)
         logger.error("step %d: %s: %s", self.number, type(error).__name__, error)
 
     def count(self, g: Group, world: int) -> None:

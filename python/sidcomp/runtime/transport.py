@@ -73,8 +73,9 @@ class Transport:
         transfer.wait()
         transfer.finish()
 
-    def close(self) -> None:
-        """Ends the transport's threads and process group. No exchange may be in progress."""
+    def close(self, failed: bool) -> None:
+        """Ends the transport's threads and process group. No exchange may be in progress. failed: one of the
+        engine's has failed."""
 
 
 class Transfer(Generic[G]):
