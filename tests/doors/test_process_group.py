@@ -17,6 +17,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
+from common import shaped
 from harness import on_ranks, run
 from heard import warned
 from local_training import alike, backward, flat, network
@@ -618,6 +619,40 @@ def test_a_residual_waits_for_the_buckets_that_it_is_of() -> None:
     again = run(with_checkpoint, 2, "small", [x[0] for x in whole], 6, 10, backend=keeping("small"))
     for _, _, programs, steps in again:
         assert programs == 1 and steps == [3]
+
+
+def of_images(rank: int, world: int, now: torch.memory_format) -> None:
+    """A checkpoint of contiguous weights, loaded into the same module in the memory format `now`."""
+    images = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(rank))
+
+    def wrapped(form: torch.memory_format) -> DistributedDataParallel:
+        torch.manual_seed(0)
+        module = torch.nn.Conv2d(3, 8, (2, 3), bias=False).to(memory_format=form)
+        inside = sidcomp.backend.process_group(dist.group.WORLD, "topk", density=0.05, min_bytes=16)
+        return DistributedDataParallel(module, process_group=inside)
+
+    def mean_of_residuals(model: DistributedDataParallel) -> torch.Tensor:
+        (program,) = model.process_group.programs
+        kept = program.state.state_dict()["residuals"]["weight"][0] / world
+        dist.all_reduce(kept)
+        return shaped(kept, model.module.weight).contiguous()
+
+    model = wrapped(torch.contiguous_format)
+    for _ in range(6):
+        model.zero_grad()
+        model(images).pow(2).mean().backward()
+    before, saved = mean_of_residuals(model), model.process_group.state_dict()
+    model = wrapped(now)
+    model.process_group.load_state_dict(saved)
+    (model(images) * 0.0).sum().backward()
+    after = mean_of_residuals(model)
+    assert bool(after.any()) and not torch.equal(after, before)
+    torch.testing.assert_close(after + model.module.weight.grad, before, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("now", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_residual_is_loaded_into_another_memory_format(now: torch.memory_format) -> None:
+    run(of_images, 2, now)
 
 
 def refused(rank: int, world: int, saved: list[bytes]) -> None:

@@ -22,6 +22,10 @@ UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 
 DENSE = -1
 
+# How a parameter's elements lie in a bucket: (dimension, size) of each dimension of more than one element,
+# the outermost first. Empty: they lie in the order of its dimensions, as those of a contiguous tensor do.
+Order = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True)
 class Regime:
@@ -62,6 +66,7 @@ class Piece:
     bucket: int
     offset: int
     apart: int = 0
+    order: Order = ()
 
     @property
     def matrix(self) -> tuple[int, int]:

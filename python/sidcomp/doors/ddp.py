@@ -19,7 +19,7 @@ from sidcomp.doors.ddp_checks import PYTHON_REDUCER, converted, kind, reduced, r
 from sidcomp.doors.names import named_parameters, roles
 from sidcomp.doors.unused import Unused, watched
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
-from sidcomp.runtime.bucket import Bucket, failed
+from sidcomp.runtime.bucket import Bucket, failed, order_of
 from sidcomp.runtime.door import ModuleDoor
 from sidcomp.runtime.engine import UNFINISHED, Engine, Model
 from sidcomp.runtime.members import rank_of
@@ -457,7 +457,13 @@ class DDPDoor(ModuleDoor):
         if d is None:
             engine.quiet()
             d = self._discovery = _Discovery(self.expected)
-        bucket = Bucket([names[id(p)] for p in parameters], [p.shape for p in parameters], buffer, parameters)
+        bucket = Bucket(
+            [names[id(p)] for p in parameters],
+            [p.shape for p in parameters],
+            buffer,
+            parameters,
+            orders=list(map(order_of, parameters)),
+        )
         bucket.future = engine.prepare(buffer.device).future()
         d.buckets.append(bucket)
         d.expected.difference_update(map(id, parameters))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from sidcomp.address import address
-from sidcomp.config.grouping import shorten
+from sidcomp.config.grouping import Order, shorten
 
 Future = torch.futures.Future
 
@@ -52,12 +52,27 @@ def no_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.empty(1, dtype=dtype, device=device).expand(numel)
 
 
+def order_of(p: torch.Tensor) -> Order:
+    """Returns how DDP's buckets hold the gradient of a parameter: as the parameter lies in memory, if it lies
+    there without gaps, such as in channels_last; otherwise contiguous."""
+    dims = [d for d, size in enumerate(p.shape) if size > 1]
+    strides = p.stride()
+    outermost_first = sorted(dims, key=lambda d: -strides[d])
+    inside = 1
+    for d in reversed(outermost_first):
+        if strides[d] != inside:
+            return ()
+        inside *= p.shape[d]
+    return tuple((d, p.shape[d]) for d in outermost_first) if outermost_first != dims else ()
+
+
 class Bucket:
     """Named gradients, one after the other in a flat `buffer`.
 
     names, shapes   those of the parameters, in the buffer's order
     parameters      the parameters themselves, from which `auto` records when each gradient is ready; empty if
                     the door does not know them
+    orders          of each parameter; without them all are contiguous
     ptr             the address of the buffer in this step; None before the first step, and after `let_go`
     apart           buckets of which a step may bring only some differ in this number: they share no group
     """
@@ -72,6 +87,7 @@ class Bucket:
         "done",
         "future",
         "names",
+        "orders",
         "parameters",
         "ptr",
         "remaining",
@@ -85,10 +101,12 @@ class Bucket:
         buffer: torch.Tensor,
         parameters: Sequence[torch.Tensor] = (),
         apart: int = 0,
+        orders: Sequence[Order] = (),
     ) -> None:
         self.apart = apart
         self.names = tuple(names)
         self.shapes = tuple(tuple(shape) for shape in shapes)
+        self.orders = tuple(orders) or ((),) * len(self.names)
         self.parameters = tuple(parameters)
         self.buffer = buffer
         self.ptr: int | None = None
@@ -102,7 +120,7 @@ class Bucket:
 
     def again(self) -> "Bucket":
         """Returns the same bucket for another layout."""
-        return Bucket(self.names, self.shapes, self.buffer, self.parameters, self.apart)
+        return Bucket(self.names, self.shapes, self.buffer, self.parameters, self.apart, self.orders)
 
     def fits(self, buffer: torch.Tensor) -> bool:
         """Whether `buffer` has this bucket's size, dtype and device. Its address does not matter."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sidcomp import core as _core
 from sidcomp import notices
 from sidcomp.address import address
-from sidcomp.config.grouping import Piece, Spec, shorten
+from sidcomp.config.grouping import Order, Piece, Spec, shorten
 from sidcomp.config.registry import find_memory
 from sidcomp.config.settings import Settings
 from sidcomp.errors import ArgumentError, CheckpointError
@@ -29,12 +29,13 @@ logger = logging.getLogger("sidcomp")
 class Kept(NamedTuple):
     """The memory of one parameter: (vectors, elements) float32. `local` ranks, those of a node, share it. If
     `common`, the last vector is what this rank keeps for all ranks. The residual is in units of `rate`, the
-    learning rate of the last step; None: no optimizer was followed."""
+    learning rate of the last step; None: no optimizer was followed. order: in which the elements are."""
 
     values: torch.Tensor
     local: int = 1
     common: bool = False
     rate: float | None = None
+    order: Order = ()
 
 
 Residuals = dict[str, Kept]
@@ -64,7 +65,7 @@ def _residuals(groups: Iterable[Group], rates: Rates | None, before: bool = Fals
             how = (g.message_plan.choice.local, g.message_plan.common) if g.in_messages else (1, False)
             for p, part in zip(g.spec.pieces, parts, strict=True):
                 rate = rates.rate(p.name) if rates is not None else None
-                kept[p.name] = _at_rate(g, Kept(part.clone(), *how, rate), factor)
+                kept[p.name] = _at_rate(g, Kept(part.clone(), *how, rate, p.order), factor)
     return kept
 
 
@@ -96,9 +97,11 @@ def _save_group(g: Group, state: Block | None = None) -> dict[str, Any]:
         kept = (state or g.state).tensor
         header = torch.cat([header, *(kept[at : at + STATE_HEADER].cpu() for at in _headers(g))])
         extra = kept[g.states.codec_bytes].cpu().clone()
+    pieces = g.spec.pieces
     return {
         "names": list(g.names),
-        "shapes": [list(p.shape) for p in g.spec.pieces],
+        "shapes": [list(p.shape) for p in pieces],
+        **({"orders": [list(map(list, p.order)) for p in pieces]} if any(p.order for p in pieces) else {}),
         "way": g.spec.candidate,
         "header": header,
         "extra": extra,
@@ -236,7 +239,9 @@ class Resume:
         if values is not None:
             with g.host_state(write=True) as state:
                 g.plan.residual_in(state, place_of(g, values))
-        if self.same_codec and old is not None and old["way"] == g.spec.candidate and len(old["header"]):
+        if not self.same_codec or old is None or _orders(old) != [p.order for p in g.spec.pieces]:
+            return
+        if old["way"] == g.spec.candidate and len(old["header"]):
             header, places = old["header"].to(g.device), _headers(g)
             if len(header) != STATE_HEADER * len(places):
                 return
@@ -253,7 +258,9 @@ class Resume:
         parts = [
             _zeros(g.plan.vectors, p.numel)
             if r is None
-            else _fit(g, _at_rate(g, r, 1.0 if rates is None else rates.since(p.name, r.rate)), world)
+            else _reordered(
+                _fit(g, _at_rate(g, r, 1.0 if rates is None else rates.since(p.name, r.rate)), world), r, p
+            )
             for p, r in zip(g.spec.pieces, kept, strict=True)
         ]
         return torch.cat(parts, dim=1).contiguous()
@@ -268,18 +275,41 @@ def _zeros(vectors: int, n: int) -> torch.Tensor:
     return torch.zeros(vectors, n, dtype=torch.float32, device="cpu")
 
 
+def _orders(group: dict[str, Any]) -> list[Order]:
+    """Returns in which order the elements of a saved group's parameters are."""
+    saved = group.get("orders") or [()] * len(group["names"])
+    return [tuple((d, size) for d, size in order) for order in saved]
+
+
+def _reordered(values: torch.Tensor, kept: Kept, piece: Piece) -> torch.Tensor:
+    """Returns the elements in the order that they have in the piece: a module may have been given another
+    memory format since, such as channels_last."""
+    was, now = (order or tuple(sorted(kept.order or piece.order)) for order in (kept.order, piece.order))
+    if was == now:
+        return values
+    if sorted(was) != sorted(now):
+        raise CheckpointError(
+            f"residuals[{piece.name!r}] of the checkpoint has (dimension, size) {sorted(was)}, the parameter "
+            f"{sorted(now)}: give the module the shapes that it was saved with"
+        )
+    apart = values.view(len(values), *(size for _, size in was))
+    return apart.permute(0, *(1 + was.index(one) for one in now)).flatten(1)
+
+
 def _without(of: dict[str, Any], gone: set[str]) -> dict[str, Any]:
     return {name: value for name, value in of.items() if name not in gone}
 
 
 def _narrowed(group: dict[str, Any], gone: set[str]) -> dict[str, Any]:
     """Returns a saved group without some parameters, and without the statistics of the whole group."""
-    kept = [(n, s) for n, s in zip(group["names"], group["shapes"], strict=True) if n not in gone]
+    every = zip(group["names"], group["shapes"], _orders(group), strict=True)
+    kept = [one for one in every if one[0] not in gone]
     none = group["header"][:0]
     return {
         **group,
-        "names": [n for n, _ in kept],
-        "shapes": [s for _, s in kept],
+        "names": [name for name, *_ in kept],
+        "shapes": [shape for _, shape, _ in kept],
+        "orders": [order for *_, order in kept],
         "header": none,
         "extra": none,
     }
@@ -316,12 +346,17 @@ def rescaled(residuals: Residuals, factor: float) -> Residuals:
     return {name: r._replace(values=r.values * factor) for name, r in residuals.items()}
 
 
+def _orders_of(source: dict[str, Any]) -> dict[str, Order]:
+    groups = source["layout"]
+    return {name: order for g in groups for name, order in zip(g["names"], _orders(g), strict=True)}
+
+
 def _kept(source: dict[str, Any]) -> Residuals:
-    shared, rates = source.get("shared", {}), source.get("rates", {})
+    shared, rates, orders = source.get("shared", {}), source.get("rates", {}), _orders_of(source)
     kept: Residuals = {}
     for name, values in source["residuals"].items():
         local, common = shared.get(name, (1, False))
-        kept[name] = Kept(values, local, common, rates.get(name))
+        kept[name] = Kept(values, local, common, rates.get(name), orders[name])
     return kept
 
 
@@ -411,7 +446,7 @@ def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, part
     states = sorted(states, key=lambda s: int(s["rank"]))
     first = states[0]
     residuals = {}
-    for name, (_, local, common, _) in _kept(first).items():
+    for name, (_, local, common, *_) in _kept(first).items():
         total = torch.stack([s["residuals"][name].double() for s in states]).sum(dim=0)
         # As if every rank had kept its own: a node's counts for each of its ranks, and a common one for all
         # ranks.
@@ -468,6 +503,11 @@ def _check_complete(
             )
     first = states[0]
     for i, s in enumerate(states[1:], 1):
+        if _orders_of(s) != _orders_of(first):
+            raise CheckpointError(
+                f"the states are of different models: the parameters of states[0] and states[{i}] have other "
+                "memory formats; pass those of one run"
+            )
         for key in ("memory", "shared"):
             if s[key] != first[key]:
                 raise CheckpointError(

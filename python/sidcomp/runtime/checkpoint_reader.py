@@ -10,7 +10,7 @@ import torch
 
 from sidcomp import core as _core
 from sidcomp import files
-from sidcomp.config.grouping import DENSE, PLANNED
+from sidcomp.config.grouping import DENSE, PLANNED, Order
 from sidcomp.config.registry import find_codec, find_memory
 from sidcomp.errors import CheckpointError, SidcompError
 
@@ -243,10 +243,27 @@ class _Reader:
             self.fail(f"{field} has {len(names)} names and {len(shapes)} shapes")
         if not _is_int(self.of(g, "way", f"{field}['way']"), DENSE, 1 << 31):
             self.wrong(f"{field}['way']", g["way"], f"a whole number, {DENSE} or greater")
-        out = {**g, "names": names, "shapes": shapes}
+        out = {**g, "names": names, "shapes": shapes, "orders": self.orders(g, shapes, f"{field}['orders']")}
         for key, multiple in (("header", STATE_HEADER), ("extra", _core.extra_unit_bytes)):
             where = f"{field}[{key!r}]"
             out[key] = self.bytes_of(self.of(g, key, where), where, multiple)
+        return out
+
+    def orders(self, g: Mapping[str, Any], shapes: list[list[int]], field: str) -> list[Order]:
+        """Returns the order of each tensor's elements. A group of contiguous ones has none."""
+        out: list[Order] = []
+        wanted = "a list of pairs, of a dimension and its size, for each tensor"
+        for order in self.list_of(g.get("orders", [()] * len(shapes)), field, wanted):
+            pairs = [self.list_of(x, field, wanted) for x in self.list_of(order, field, wanted)]
+            fine = all(len(x) == 2 and _is_int(x[0], 0, 64) and _is_int(x[1], 2, 1 << 40) for x in pairs)
+            if not fine or len({d for d, _ in pairs}) < len(pairs):
+                self.wrong(field, order, wanted)
+            out.append(tuple((d, size) for d, size in pairs))
+        if len(out) != len(shapes) or any(
+            order and prod(size for _, size in order) != prod(shape)
+            for order, shape in zip(out, shapes, strict=False)
+        ):
+            self.fail(f"{field} does not have the shapes of the tensors")
         return out
 
     def bytes_of(self, t: object, field: str, multiple: int) -> torch.Tensor:

@@ -200,9 +200,9 @@ def _pieces(index: int, bucket: Bucket) -> list[Piece]:
     if buffer.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"{which} are on {buffer.device}: move the module to cpu or cuda")
     kind = (DTYPES[buffer.dtype], buffer.element_size(), str(buffer.device))
-    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+    for name, shape, order in zip(bucket.names, bucket.shapes, bucket.orders, strict=True):
         numel = prod(shape)
-        out.append(Piece(name, shape, numel, *kind, index, offset, bucket.apart))
+        out.append(Piece(name, shape, numel, *kind, index, offset, bucket.apart, order))
         offset += numel
     if offset != buffer.numel():
         raise UnsupportedError(

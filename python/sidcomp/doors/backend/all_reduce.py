@@ -262,7 +262,7 @@ class ProcessGroup(Wrapper):
                 o is None or o.one_of(ddp.parameters()) for o in program.origins
             ):
                 program.pieces = [h.pieces for h in held]
-                names = {name for h in every for name, _ in h.pieces}
+                names = {name for h in every for name, *_ in h.pieces}
                 program.unused = Unused(ddp, names) if watched(ddp) else None
 
     def _large(self, held: list[Holding]) -> list[Holding]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from sidcomp import core as _core
+from sidcomp.doors.backend.ddp_buckets import Part
 from sidcomp.doors.backend.recognition import Call, Program
 from sidcomp.errors import CheckpointError
 from sidcomp.runtime.block import DTYPES
@@ -32,7 +33,7 @@ def _save_passes(programs: list[Program]) -> list[dict[str, Any]]:
     return [
         {
             "calls": [[c.numel, DTYPES[c.dtype], c.device.type, c.average] for c in p.calls],
-            "pieces": None if p.pieces is None else [[list(x) for x in pieces] for pieces in p.pieces],
+            "pieces": None if p.pieces is None else [[list(x[:2]) for x in pieces] for pieces in p.pieces],
             "state": None if p.state is None else p.state.state_dict(),
         }
         for p in known
@@ -120,7 +121,7 @@ def _program(group: Any, saved: list[dict[str, Any]], redistribute: str) -> Prog
     program = Program(calls, [], [None] * len(calls), 0)
     program.loaded = True
     if first["pieces"] is not None:
-        program.pieces = [tuple((name, n) for name, n in pieces) for pieces in first["pieces"]]
+        program.pieces = [tuple(Part(name, n) for name, n in pieces) for pieces in first["pieces"]]
     program.learn(group.configuration, group)
     if program.state is not None:
         states = [p["state"] for p in saved]

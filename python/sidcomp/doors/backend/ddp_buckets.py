@@ -12,19 +12,30 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from sidcomp.config.grouping import Order
 from sidcomp.doors.names import named_parameters
+from sidcomp.runtime.bucket import order_of
+
+
+class Part(NamedTuple):
+    """A parameter's gradient in a bucket. order: in which its elements are there; () in a checkpoint, where
+    the engine's state says so."""
+
+    name: str
+    numel: int
+    order: Order = ()
 
 
 class Holding(NamedTuple):
-    """One of DDP's buckets: the names of its parameters and their numbers of elements, in order."""
+    """One of DDP's buckets."""
 
-    pieces: tuple[tuple[str, int], ...]
+    pieces: tuple[Part, ...]
     dtype: torch.dtype
     device: torch.device
 
     @property
     def numel(self) -> int:
-        return sum(n for _, n in self.pieces)
+        return sum(x.numel for x in self.pieces)
 
 
 def models_on(group: dist.ProcessGroup) -> list[DistributedDataParallel]:
@@ -44,7 +55,7 @@ def holdings(ddp: DistributedDataParallel) -> list[Holding]:
     found: list[Any] = ddp.reducer._get_zeros_like_grad_buckets()
     return [
         Holding(
-            tuple((names[id(p)], p.numel()) for p in bucket.parameters()),
+            tuple(Part(names[id(p)], p.numel(), order_of(p)) for p in bucket.parameters()),
             bucket.buffer().dtype,
             bucket.buffer().device,
         )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sidcomp.doors.backend.configuration import Configuration
-from sidcomp.doors.backend.ddp_buckets import Holding
+from sidcomp.doors.backend.ddp_buckets import Holding, Part
 from sidcomp.doors.fsdp import parameter_groups
 from sidcomp.doors.unused import Unused
 from sidcomp.errors import SetupError
@@ -132,8 +132,8 @@ class Program:
         self.turn = 0  # when it has come last, among all
         # It is from a checkpoint, and has not come: nothing is known of it but its calls.
         self.loaded = False
-        # The parameters whose gradients DDP's buckets have, by name, and how many elements; None: not known.
-        self.pieces: list[tuple[tuple[str, int], ...]] | None = None
+        # The parameters whose gradients DDP's buckets have; None: not known.
+        self.pieces: list[tuple[Part, ...]] | None = None
         self.looked = False  # for the DDP model whose buckets they are
         self.unused: Unused | None = None  # of that model
         self.formed = False  # the engine has these buckets
@@ -164,7 +164,8 @@ class Program:
     def take(self, held: Sequence[Holding]) -> bool:
         """Takes the present buckets of a DDP model, if they hold the parameters that it is loaded for."""
         assert self.pieces is not None
-        if sorted(x for h in held for x in h.pieces) != sorted(x for pieces in self.pieces for x in pieces):
+        present = sorted(x[:2] for h in held for x in h.pieces)
+        if present != sorted(x[:2] for pieces in self.pieces for x in pieces):
             return False
         if self._taken != held:
             self.pieces = [h.pieces for h in held]
@@ -242,16 +243,16 @@ class Door:
     def __init__(self, group: dist.ProcessGroup, program: Program, engine: Engine) -> None:
         self.group, self.program, self.engine = group, program, engine
 
-    def _parts(self) -> list[tuple[Call, tuple[tuple[str, int], ...]]]:
+    def _parts(self) -> list[tuple[Call, tuple[Part, ...]]]:
         """Its all-reduces, and what each is called in parts."""
         calls, pieces = self.program.calls, self.program.pieces
         if pieces is not None:
             return list(zip(calls, pieces, strict=True))
-        return [(call, ((f"call{i}:{call.numel}", call.numel),)) for i, call in enumerate(calls)]
+        return [(call, (Part(f"call{i}:{call.numel}", call.numel),)) for i, call in enumerate(calls)]
 
     @property
     def model(self) -> Model:
-        return Model(self.group, {name: (n,) for _, pieces in self._parts() for name, n in pieces}, {})
+        return Model(self.group, {x.name: (x.numel,) for _, pieces in self._parts() for x in pieces}, {})
 
     open = True
 
@@ -268,7 +269,8 @@ class Door:
         for call, pieces in self._parts():
             # Only the size counts here; `ready` replaces the buffer.
             like = torch.empty(1, dtype=call.dtype, device=call.device).expand(call.numel)
-            buckets.append(Bucket([name for name, _ in pieces], [(n,) for _, n in pieces], like))
+            names, sizes, orders = zip(*pieces, strict=True)
+            buckets.append(Bucket(names, [(n,) for n in sizes], like, orders=orders))
         self.engine.form(self.model, buckets)
         self.program.formed = True
 
