@@ -11,8 +11,8 @@ import pytest
 import sidcomp
 import torch
 from cases import Trainer
-from common import assert_all_same, begin, everything, steps_of
-from harness import on_ranks, run
+from common import assert_all_same, begin, everything, residuals_of, steps_of
+from harness import at_end, on_ranks, run
 from heard import logged
 from local_training import KINDS, updates
 from sidcomp.config.grouping import Regime
@@ -185,6 +185,63 @@ def test_nothing_is_lost_when_groups_and_rates_change(
     assert r.state.error is None
     assert kept_most > 0.05, "the test did not have a residual to lose"
     assert worst < 2e-5
+
+
+# ---- an optimizer's parameter groups that change -----------------------------------------------------------
+
+
+class Linear(nn.Module):
+    """Its gradients do not depend on its parameters, so nor do the residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(40)), nn.Parameter(torch.zeros(40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.a * x[0] + self.b * x[1]).sum()
+
+
+def with_groups_of(how: str, changes: bool, skips: bool) -> list[dict[str, torch.Tensor]]:
+    """The residuals after each of eight steps. After some of them the rates change and, if `changes`, the
+    optimizer's parameter groups too, which leaves each parameter its rate."""
+    module = Linear()
+    ddp = nn.parallel.DistributedDataParallel(module)
+    state = sidcomp.State("topk", density=0.1, groups=[["a"], ["b"]], nonfinite="rollback")
+    register(ddp, state)
+    at_end(state.close)
+    one, two = {"params": [module.a], "lr": 1.0}, {"params": [module.b], "lr": 0.01}
+    late = how == "added" and changes
+    sgd = torch.optim.SGD([two] if late else [one, two])
+    state.follow(sgd)
+    noise, seen = torch.Generator().manual_seed(0), []
+    for step in range(8):
+        if step == 3 and changes:
+            if how == "added":
+                sgd.add_param_group({"params": [module.a], "lr": 1.0})
+            elif how == "reversed":
+                sgd.param_groups.reverse()
+            else:
+                sgd.param_groups[0]["params"].append(module.b)
+                sgd.param_groups[0]["lr"] = 0.1
+                del sgd.param_groups[1]
+        if step == (3 if how == "merged" else 5):
+            for group in sgd.param_groups:
+                group["lr"] = 0.1
+        ddp(torch.randn(2, 40, generator=noise)).backward()
+        if skips and step in (3, 5):
+            state.skip()
+        else:
+            sgd.step()
+        seen.append(residuals_of(state))
+    assert state.error is None
+    return seen
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("how", ["added", "reversed", "merged"])
+@on_ranks(1)
+def test_what_is_owed_follows_its_parameter(rank: int, world: int, how: str, skips: bool) -> None:
+    assert_all_same(with_groups_of(how, True, skips), with_groups_of(how, False, skips), how)
 
 
 # ---- several rates, and what is refused ------------------------------------------------------------

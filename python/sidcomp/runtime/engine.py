@@ -313,6 +313,12 @@ class Engine(Regrouping):
                 one.begun = True
         if self._growing <= STEPS:
             self._look_for_growth()
+        try:
+            self.follow_changes()
+        except Exception as e:
+            if self.on_device:
+                raise
+            self._unable = e
         # Several backward passes may precede the optimizer's step: they are discarded together.
         if self.watch is None or self.watch.over or not self._revocable:
             self._mark = self.step, dict(self.rates.last) if self.rates is not None else {}
@@ -337,7 +343,7 @@ class Engine(Regrouping):
         except Exception as e:
             if self.on_device:
                 raise
-            self._unable = e
+            self._unable = self._unable or e
         for g in self.layout.groups:
             g.stage.begin(self.rates.carry(g, factors) if self.rates is not None and factors else 1.0)
         every = self.settings.checksum_every

@@ -24,17 +24,26 @@ class Following(Rollback):
         """Follows these optimizers, which `check_rates` has accepted, from the next step on; None: no
         optimizer."""
         self.quiet()
-        if rates is not None and self.rates is not None:
-            rates.last = rates.of_same_parameters(self.rates, self.rates.last)
-            self._mark = self._mark[0], rates.of_same_parameters(self.rates, self._mark[1])
-        if rates is not None and self._model is not None:
-            rates.bind(self._model.names, self.groups)
+        self._take_rates(rates)
         if self.watch is not None:
             self.watch.close()
         self.stop_looking(Unfollowed)
-        self.rates, self.watch = rates, watch
+        self.watch = watch
         if watch is not None and watch.scaler is not None:
             self.guarded()
+
+    def _take_rates(self, rates: Rates | None) -> None:
+        mark = self._mark[1]
+        if rates is not None and self.rates is not None:
+            rates.last, mark = rates.take_over(self.rates, self.rates.last, mark)
+        if rates is not None and self._model is not None:
+            rates.bind(self._model.names, self.groups)
+        self.rates, self._mark = rates, (self._mark[0], mark)
+
+    def follow_changes(self) -> None:
+        """Follows the optimizers' parameter groups as the program has made them since the last step."""
+        if self.rates is not None and self.rates.changed:
+            self._take_rates(Rates(self.rates.optimizers))
 
     def stop_looking(self, kind: type[Looking] = Looking, over: bool = False) -> None:
         """Ends what looks for optimizers. over: only what has found one."""

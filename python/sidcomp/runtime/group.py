@@ -185,9 +185,8 @@ class Group:
         self._buffers: dict[tuple[Form, int], _core.Buffers] = {}  # by form and address of the state
         self.stage = Stage()
         self.counters = Counters()
-        self.rates: list[
-            tuple[int, int]
-        ] = []  # the optimizers' parameter groups that it belongs to, largest first
+        # the optimizers' parameter groups that it belongs to, and which part of them, largest first
+        self.rates: list[tuple[int, int, int]] = []
         self.warned = False  # a warning that their rates differ was logged
         self._other: Form | None = None  # for full-precision steps; during such a step, the codec's
         self.resident: Any = None  # used by executors: what stays on the device

@@ -19,14 +19,19 @@ from sidcomp.errors import ArgumentError
 if TYPE_CHECKING:
     from sidcomp.runtime.group import Group
 
-Key = tuple[int, int]  # of a rate: which optimizer, and which of its parameter groups
-_NOBODY: Key = (-1, -1)  # no optimizer has the parameter
+# Of a rate: which optimizer, which of its parameter groups, and which part of that: the program may have made
+# a group of parameters that had different rates until then.
+Key = tuple[int, int, int]
+_NOBODY: Key = (-1, -1, 0)  # no optimizer has the parameter
 
 _LEAST, _MOST = 1e-30, 1e30  # limits of a factor, by which C multiplies float32
 
 
 class Rates:
-    """last: for each of the optimizers' parameter groups, the last rate that was not 0; 0 if all were 0.
+    """The rates of the optimizers' parameter groups as these are now. If the program changes the groups, it
+    takes a new object (`changed`).
+
+    last: for each of them, the last rate that was not 0; 0 if all were 0.
 
     A step at rate 0 changes no parameter, and its gradient is kept as if it had come at the last rate.
     Gradients before the first rate other than 0 do not count.
@@ -36,18 +41,35 @@ class Rates:
         self.optimizers = tuple(optimizers)
         self.last: dict[Key, float] = {}
         self._where: dict[str, Key] = {}
-        seen: dict[int, int] = {}
-        for key in self._keys():
-            self._read(key)  # raises now what every step would raise
-            for p in self._group(key)["params"]:
-                if seen.setdefault(id(p), key[0]) != key[0]:
-                    raise ArgumentError(
-                        f"follow: optimizers {seen[id(p)]} and {key[0]} of the list have a parameter in "
-                        "common, which would follow two rates: give each parameter to one of them"
-                    )
+        self._of: dict[int, Key] = {}  # by the ids of the parameters
+        self._lists = self._present()
+        for o, each in enumerate(self.optimizers):
+            for i in range(len(each.param_groups)):
+                self._add((o, i, 0))
+        self._sizes = list(map(len, self._lists))
+        self._keys = list(dict.fromkeys(self._of.values()))
 
-    def _keys(self) -> list[Key]:
-        return [(o, i) for o, each in enumerate(self.optimizers) for i in range(len(each.param_groups))]
+    def _add(self, key: Key) -> None:
+        self._read(key)  # raises now what every step would raise
+        for p in self._group(key)["params"]:
+            other = self._of.setdefault(id(p), key)[0]
+            if other != key[0]:
+                raise ArgumentError(
+                    f"follow: optimizers {other} and {key[0]} of the list have a parameter in common, which "
+                    "would follow two rates: give each parameter to one of them"
+                )
+
+    def _present(self) -> list[Any]:
+        """Returns the groups' lists of parameters, and between two optimizers an empty one."""
+        return [x for o in self.optimizers for x in (*(g["params"] for g in o.param_groups), ())]
+
+    @property
+    def changed(self) -> bool:
+        """Whether the program has added, removed or reordered parameter groups. It looks at no parameter."""
+        now = self._present()
+        return len(now) != len(self._lists) or any(
+            x is not y or len(x) != size for x, y, size in zip(now, self._lists, self._sizes, strict=True)
+        )
 
     def _group(self, key: Key) -> dict[str, Any]:
         group: dict[str, Any] = self.optimizers[key[0]].param_groups[key[1]]
@@ -56,16 +78,25 @@ class Rates:
     @property
     def parameters(self) -> set[int]:
         """The ids of all parameters that the optimizers have."""
-        return {id(p) for key in self._keys() for p in self._group(key)["params"]}
+        return set(self._of)
 
-    def of_same_parameters(self, before: "Rates", rates: dict[Key, float]) -> dict[Key, float]:
-        """Returns for each of these groups the rate that its parameters have in `rates`, whose keys are those
-        of the optimizers `before`."""
-        at = {
-            id(p): rates[key] for key in before._keys() if key in rates for p in before._group(key)["params"]
-        }
-        mine = ((key, id(p)) for key in self._keys() for p in self._group(key)["params"])
-        return {key: at[p] for key, p in mine if p in at}
+    def take_over(self, before: "Rates", *tables: dict[Key, float]) -> list[dict[Key, float]]:
+        """Returns these tables of rates, whose keys are those of `before`, with the keys that the same
+        parameters have here. Call it before `bind`: parameters of one group whose rates were different get
+        different keys."""
+        parts: dict[tuple[int, int], list[tuple[float | None, ...]]] = {}
+        mine: list[dict[Key, float]] = [{} for _ in tables]
+        for p, (o, i, _) in self._of.items():
+            rates = tuple(table.get(before._of.get(p, _NOBODY)) for table in tables)
+            known = parts.setdefault((o, i), [])
+            if rates not in known:
+                known.append(rates)
+            self._of[p] = key = (o, i, known.index(rates))
+            for table, rate in zip(mine, rates, strict=True):
+                if rate is not None:
+                    table[key] = rate
+        self._keys = list(dict.fromkeys(self._of.values()))
+        return mine
 
     def _read(self, key: Key) -> float:
         rate: Any = self._group(key).get("lr")
@@ -87,9 +118,7 @@ class Rates:
 
     def locate(self, names: dict[int, str]) -> None:
         """Finds whose each parameter is. names: the names of the model's parameters, by id."""
-        self._where = {
-            names[id(p)]: key for key in self._keys() for p in self._group(key)["params"] if id(p) in names
-        }
+        self._where = {names[p]: key for p, key in self._of.items() if p in names}
         found = {key[0] for key in self._where.values()}
         for o, optimizer in enumerate(self.optimizers):
             if o not in found:
@@ -112,7 +141,7 @@ class Rates:
         """Begins a step. Returns the factors of the residuals other than 1, by parameter group of the
         optimizers."""
         factors: dict[Key, float] = {}
-        rates = {i: self._read(i) for i in self._keys()}  # before any changes: one may be refused
+        rates = {i: self._read(i) for i in self._keys}  # before any changes: one may be refused
         for i, now in rates.items():
             last = self.last.get(i)
             if now == 0:
