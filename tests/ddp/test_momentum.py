@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import sidcomp
 import torch
 from cases import CASES, Trainer
 from common import begin, groups_of
-from harness import on_ranks, run
+from harness import at_end, on_ranks, run
+from heard import warned
 from sidcomp.config import optimizer_check
+from sidcomp.doors.ddp import register
 from test_switch import MIXED, NAMES, PLAIN, SIDCO, TOPK, Run, scripted
-from torch import Tensor
+from torch import Tensor, nn
 
 M = 0.75
 DENSE_WAYS: list[dict[str, Any]] = [
@@ -129,3 +132,34 @@ def test_a_step_that_is_not_finite_leaves_velocities_alone(rank: int, world: int
         torch.testing.assert_close(after[n], before[n], rtol=1e-5, atol=1e-5)
     r.step()
     assert r.missing() < 1e-3
+
+
+def several_passes(memory: str, how: str) -> list[str]:
+    """What is warned of while each of three steps has two backward passes."""
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(30, 30))
+    state = sidcomp.State("topk", density=0.1, memory=memory)
+    register(ddp, state)
+    at_end(state.close)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    state.follow(sgd)
+    with warned() as texts:
+        for _ in range(3):
+            sgd.zero_grad()
+            for last in (False, True):
+                apart = how == "no_sync" and not last
+                with ddp.no_sync() if apart else nullcontext():
+                    ddp(torch.ones(4, 30)).sum().backward()
+                if how == "skipped" and not last:
+                    state.skip()
+                    sgd.zero_grad()
+            sgd.step()
+    return [text for text in texts if "accumulate under no_sync()" in text]
+
+
+@pytest.mark.parametrize("memory", ["dgc", "residual"])
+@pytest.mark.parametrize("how", ["summed", "no_sync", "skipped"])
+@on_ranks(1)
+def test_velocities_that_are_taken_for_gradients_are_told(
+    rank: int, world: int, memory: str, how: str
+) -> None:
+    assert len(several_passes(memory, how)) == (memory == "dgc" and how == "summed")

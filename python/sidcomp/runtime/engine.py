@@ -14,6 +14,7 @@ import torch
 
 from sidcomp import notices
 from sidcomp.config.grouping import Regime
+from sidcomp.config.registry import find_memory
 from sidcomp.errors import RankError, StrictError
 from sidcomp.runtime import checkpoint
 from sidcomp.runtime.bucket import Bucket, clip
@@ -44,6 +45,7 @@ _REPLACED = (
     "_check",
     "_fresh",
 )
+_ADDS = {"momentum", "feedback"}  # traits of a memory that adds gradients to a velocity of its own
 _ANEW = "begun anew since its last step"
 
 UNFINISHED = "the backward pass before this one did not finish"
@@ -325,6 +327,8 @@ class Engine(Regrouping):
             for g in self.layout.groups:
                 g.stage.mark()
                 g.states.moved = False
+        elif not self._told_of_sums:
+            self._look_for_sums()
         self._revocable, self.lost = True, False
         self._timed = self.tuner is not None and self.tuner.deferred
         self._deferred = self._timed or self.settings.clip_gradient > 0
@@ -363,6 +367,22 @@ class Engine(Regrouping):
                 "residuals keep the unit of the former one. Call "
                 f"{followed if self._model.names else told}, or state.update_scale(1.0) if it scales another "
                 "model's loss",
+                self.speaker,
+            )
+
+    def _look_for_sums(self) -> None:
+        """Warns, once, if a velocity comes back as a part of the next gradient: DDP adds that to what an
+        earlier pass of the same step has returned. A residual stays right, because what is sent of such a sum
+        takes its place; a velocity counts again in each pass, and grows without end."""
+        assert self._model is not None
+        twice = [g for g in self.groups if find_memory(g.plan.memory).traits >= _ADDS]
+        if self._model.gradients and twice:
+            self._told_of_sums = True
+            notices.warn(
+                f"a second backward pass has begun before the optimizer's step, and memory "
+                f"{twice[0].plan.memory!r} takes the velocities that the first one has left in .grad for "
+                "gradients, so they grow without end: accumulate under no_sync(), and leave only the last "
+                "pass outside; if the program has skipped the optimizer's step, call state.skip() then",
                 self.speaker,
             )
 

@@ -75,6 +75,7 @@ class EngineState:
         self.announced = False  # the line that says what is compressed was printed
         self._growing = 0  # steps of the present groups, up to STEPS: is a memory growing too fast?
         self._told = False  # a warning has said so
+        self._told_of_sums = False  # a warning has said that a velocity counts twice
 
     # ---- queries
 

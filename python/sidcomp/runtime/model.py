@@ -15,7 +15,8 @@ class Model:
                     include parameters that are in no bucket.
     part            which part of a sharded model these ranks have, such as "shard 0 of 4"; "" for all of it
     plain           what trains it without sidcomp, in messages
-    gradients       the buckets of a step are all gradients of the whole model
+    gradients       the buckets of a step are all gradients of the whole model. In a further backward pass
+                    before the optimizer's step they also hold what the earlier ones have returned
     updates         the buckets hold what each rank's own optimizer did. They are all ready when the first one
                     is, and each rank keeps its own error
     beside          bytes that the door itself all-reduces in each step, for a noise correction
