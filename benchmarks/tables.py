@@ -404,7 +404,7 @@ def low(rows: str, *without: str) -> list[Row]:
     return [{title: row[name] for name, title in columns.items()} for row in record(DILOCO)[rows]]
 
 
-# DiLoCo as it was tuned and other ways, at equal tokens; the same for README; SparseLoCo's settings, with one seed.
+# DiLoCo as it was tuned and other ways, at equal tokens; the same for README; SparseLoCo's settings (seed 0).
 TABLES["low-communication"] = lambda: low("rows")
 TABLES["low-communication-short"] = lambda: low("rows", "ranks", *LONG)[1:]
 TABLES["sparseloco-settings"] = lambda: low("ablation", "ranks", "law", "each seed", "replicas apart")[1:]

@@ -33,7 +33,7 @@ class Rollback(EngineState):
         each = watch.skipped_each()
         if len(each) < 2 or executor is None or not (self.current.nonfinite or any(each)):
             return None
-        bad = {o for g in self.groups if not executor.finite(g) for o, _ in g.rates}
+        bad = {o for g in self.groups if not executor.finite(g) for o, *_ in g.rates}
         skipped = {o for o, was in enumerate(each) if (o in bad if was is None else was)}
         return skipped if 0 < len(skipped) < len(each) else None
 
@@ -44,7 +44,7 @@ class Rollback(EngineState):
         assert self.rates is not None
         self.lost = True
         for g in self.groups:
-            owners = {o for o, _ in g.rates}
+            owners = {o for o, *_ in g.rates}
             if owners <= skipped:
                 g.states.go_back()
                 g.stage.go_back(keeping=True)
