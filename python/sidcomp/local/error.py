@@ -42,7 +42,7 @@ def average(
     memory. in_parameters: these contain the error already."""
     world = dist.get_world_size(group)
     for v in vectors:
-        v.measure(v.point)
+        v.measure(v.point if in_parameters else None)
     if not in_parameters:
         _add(engine, vectors, common=False)
     _add(engine, vectors, common=True, times=world)
@@ -67,9 +67,7 @@ def carry(
         _add(engine, vectors, common=False)
     _add(engine, vectors, common=True, times=world)
     for v in vectors:
-        torch._foreach_sub_(v.parameters, v.update_views)
-        if v.apart:
-            v.base.copy_(v.point)
+        v.carry()
     engine.restart()
 
 

@@ -26,6 +26,9 @@ def grow(updates: Updates) -> None:
     engine = updates.state.engine
     engine.depart()
     engine.meet_others(updates._schedule.coming(updates.steps))
+    apart = any(v.apart for v in updates.vectors)
+    for v in updates.vectors if apart else ():
+        v.separate()
     before = {
         kind: {n: x.clone() for n, x in named_values(updates.vectors, kind).items()}
         for kind in ("point", "base")
@@ -33,6 +36,7 @@ def grow(updates: Updates) -> None:
     outer = updates.outer
     named = updates.build(before["point"].keys())
     for v in updates.vectors:
+        v.separate() if apart else None
         v.start()
     for kind, values in before.items():
         own = named_values(updates.vectors, kind)

@@ -28,7 +28,11 @@ class Outer:
     def move(self, which: Sequence[int]) -> None:
         """Moves the points of these indices; their updates hold the mean, and may be overwritten."""
         for i in which:
-            self._vectors[i].point.sub_(self._vectors[i].update)
+            self._vectors[i].point.sub_(self._mean(i))
+
+    def _mean(self, i: int) -> torch.Tensor:
+        """The mean, in the dtype of the point; the memory of the update, if that has this dtype."""
+        return self._vectors[i].update.to(self._vectors[i].point.dtype)
 
     def reset(self) -> None:
         """Forgets the means of before."""
@@ -100,20 +104,19 @@ class Momentum(Outer):
         super().__init__(vectors)
         self.label = _label(made)
         (self._group,) = made.param_groups
-        self.vectors = [torch.zeros_like(v.update) for v in vectors] if self._group["momentum"] else []
+        self.vectors = [torch.zeros_like(v.point) for v in vectors] if self._group["momentum"] else []
 
     def move(self, which: Sequence[int]) -> None:
         lr, momentum = float(self._group["lr"]), float(self._group["momentum"])
         for i in which:
-            update = self._vectors[i].update
+            update = self._mean(i)
             if self.vectors:
                 u = self.vectors[i].mul_(momentum).add_(update)
                 if self._group["nesterov"]:
                     update.add_(u, alpha=momentum)
                 else:
                     update.copy_(u)
-            update.mul_(lr)
-        super().move(which)
+            self._vectors[i].point.sub_(update.mul_(lr))
 
     def follow(self, former: Outer) -> None:
         assert isinstance(former, Momentum)
@@ -155,7 +158,7 @@ class Torchs(Outer):
 
     def move(self, which: Sequence[int]) -> None:
         for i in which:
-            self._vectors[i].point.grad = self._vectors[i].update
+            self._vectors[i].point.grad = self._mean(i)
         self._made.step()
         for i in which:
             self._vectors[i].point.grad = None

@@ -62,10 +62,20 @@ def _cloned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in tensors.items()}
 
 
-def _at_base(vectors: Sequence[Vectors]) -> bool:
-    """Whether this rank's parameters are where it continued from."""
-    pairs = ((p, base) for v in vectors for p, base in zip(v.parameters, v.base_views, strict=True))
-    return all(torch.equal(p, base.to(p.device)) for p, base in pairs)
+def _with_base(vectors: Sequence[Vectors], flying: Sequence[Vectors]) -> list[Vectors]:
+    """Those that may have a base which neither the point nor the parameters show."""
+    return [v for v in vectors if v.wide and v not in flying]
+
+
+def _moved_on(updates: Updates, flying: Sequence[Vectors]) -> bool:
+    """Whether this rank's parameters are elsewhere than `restore` puts them. The number of steps does not
+    tell: they are after an exchange that has failed, and when one of several optimizers has stepped alone."""
+    for v in updates.vectors:
+        start = v.base_views if updates.error == "parameters" else v.point_views
+        there = v.left_views if v in flying else start
+        if not all(torch.equal(p, x.to(p)) for p, x in zip(v.parameters, there, strict=True)):
+            return True
+    return False
 
 
 def save(updates: Updates) -> dict[str, Any]:
@@ -73,9 +83,7 @@ def save(updates: Updates) -> dict[str, Any]:
     parameters = updates.error == "parameters"
     flying = updates.of(updates.flying)
     moved = updates.vectors if parameters else flying  # where the base is not the point
-    # The number of steps does not tell: the parameters are also elsewhere after an exchange that has failed,
-    # and when one of several optimizers has stepped alone.
-    away = not _at_base(updates.vectors)
+    bases = [v for v in _with_base(updates.vectors, flying) if v.apart]
     discarded = bool(flying) and not updates.counts(updates.flying)
     saved: dict[str, Any] = {
         "version": VERSION,
@@ -88,8 +96,8 @@ def save(updates: Updates) -> dict[str, Any]:
         "world": updates.world,
         "part": updates.shards.part,
         "point": _cloned(named_values(updates.vectors, "point")),
-        "base": _cloned(named_values(moved, "base")),
-        "own": _cloned(named_values(updates.vectors, "own")) if away else {},
+        "base": _cloned(named_values(moved, "left") | named_values(bases, "base")),
+        "own": _cloned(named_values(updates.vectors, "own")) if _moved_on(updates, flying) else {},
         "in flight": {},
         "noise": updates.noise.state_dict() if updates.noise is not None else None,
         "outer": updates.outer.state_dict(),
@@ -136,7 +144,9 @@ def check(updates: Updates, saved: object, step: int) -> list[int]:
     flying = updates.of(together)
     check_values(saved["point"], named_values(updates.vectors, "point"), "common point")
     moved = updates.vectors if updates.error == "parameters" else flying
-    check_values(saved["base"], named_values(moved, "base"), '"base"')
+    check_values(saved["base"], named_values(moved, "own"), '"base"')
+    bases = named_values(_with_base(updates.vectors, flying), "point")
+    check_values(saved["base"], {n: x for n, x in bases.items() if n in saved["base"]}, '"base"')
     if saved["own"]:  # which may have what the next exchange discards
         check_values(saved["own"], named_values(updates.vectors, "own"), '"own"', nan=True)
     if flying and not saved["in flight"]["discarded"]:
@@ -241,9 +251,17 @@ def restore(updates: Updates, saved: dict[str, Any], together: list[int]) -> Non
     take(updates.vectors, "point", saved["point"])
     for v in updates.vectors:
         v.base.copy_(v.point)
-    take(updates.vectors if updates.error == "parameters" else flying, "base", saved["base"])
+    moved = updates.vectors if updates.error == "parameters" else flying
+    take(moved, "left", saved["base"])
     for v in updates.vectors:
-        v.put(v.base_views)
+        v.resume(keep=False)
+    for v in moved:
+        v.put(v.left_views)
+    for v in _with_base(updates.vectors, flying):
+        if known := [name for name in v.names if name in saved["base"]]:
+            v.separate()
+            for name in known:
+                v.named(v.base)[name].copy_(saved["base"][name])
     if saved["own"]:
         take(updates.vectors, "own", saved["own"])
     if flying and not saved["in flight"]["discarded"]:

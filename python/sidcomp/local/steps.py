@@ -410,7 +410,7 @@ class Updates:
     def _continue(self, which: Sequence[Vectors], keep: bool) -> None:
         """Puts the parameters where they continue from, and keeps what they moved since the launch."""
         for v in which if keep else ():
-            v.measure()
+            v.measure(v.left)
         if self.error == "memory":
             for v in which:
                 v.base.copy_(v.point) if v.apart else None
@@ -476,12 +476,12 @@ class Updates:
             self.form()  # if a checkpoint was loaded since the last exchange
         if not self.shards.peers.all_agree(finite([p for v in self.vectors for p in v.parameters])):
             for v in self.vectors:
-                v.put(v.base_views)
+                v.resume(keep=False)
         errors.average(engine, self.vectors, self._group, in_parameters=self.error == "parameters")
         self.outer.move(range(len(self.vectors)))
         for v in self.vectors:
             v.base.copy_(v.point)
-            v.put(v.point_views)
+            v.resume(keep=False)
         broadcast(list(self.module.buffers()), self._group)
 
     @torch.no_grad()
@@ -517,7 +517,7 @@ class Updates:
     def apart(self) -> float:
         """How far this rank's parameters are from the point, relative to it: |p - point| / |point|."""
         self.find()
-        return apart(self._parameters(), [x for v in self.vectors for x in v.named(v.point).values()])
+        return apart(self._parameters(), [x for v in self.vectors for x in v.named(v.rounded).values()])
 
     def close(self) -> None:
         """Exchanges nothing from now on. The parameters stay as they are."""
@@ -594,4 +594,4 @@ class Updates:
             self._apply(together, keep)
         if self.error == "memory" and not self.delay:
             for v in self.vectors:
-                v.set_apart(False)
+                v.set_apart(False) if not v.wide else None  # else its base is not the point

@@ -185,6 +185,13 @@ class Vectors:
             always has the same values
     update  what is exchanged, and then the mean
     host    the vectors are in the host's memory, wherever the parameters are
+
+    16-bit parameters (`wide`) round what is put into them, and most of a mean is smaller than what rounding
+    removes. So their point and base are float32, and only the update, which travels, has their dtype. A base
+    that is the point stands for the point as the parameters have rounded it. One with memory of its own
+    holds the parameters as they are after the last exchange, plus what they had not sent by then. While an
+    exchange is in flight it stays, because the exchange may fail; `left` is where the parameters were when it
+    began. Other vectors have `left` in the memory of the base.
     """
 
     def __init__(
@@ -192,7 +199,8 @@ class Vectors:
     ) -> None:
         self.names, self.host = names, host
         self.take(named)
-        self.update, self.point = self._vector(), self._vector()
+        self.wide = self.parameters[0].dtype.itemsize < 4
+        self.update, self.point = self._vector(), self._vector(self.wide)
         self.update_views, self.point_views = self._views(self.update), self._views(self.point)
         self.set_apart(own_base)
 
@@ -200,12 +208,12 @@ class Vectors:
         """Uses these tensors as its parameters from now on."""
         self.parameters = [named[name] for name in self.names]
 
-    def _vector(self) -> torch.Tensor:
+    def _vector(self, wide: bool = False) -> torch.Tensor:
         first = self.parameters[0]
-        n = sum(p.numel() for p in self.parameters)
+        n, dtype = sum(p.numel() for p in self.parameters), torch.float32 if wide else first.dtype
         if not self.host or first.device.type == "cpu":
-            return torch.zeros(n, dtype=first.dtype, device=first.device)
-        return torch.zeros(n, dtype=first.dtype, device="cpu", pin_memory=torch.cuda.is_available())
+            return torch.zeros(n, dtype=dtype, device=first.device)
+        return torch.zeros(n, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
     def _views(self, x: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(x, [p.numel() for p in self.parameters])
@@ -213,8 +221,15 @@ class Vectors:
 
     def set_apart(self, own_base: bool) -> None:
         """Gives the base memory of its own, or that of the point."""
-        self.base = self._vector() if own_base else self.point
-        self.base_views = self._views(self.base)
+        self.base = self._vector(self.wide) if own_base else self.point
+        self.left = self._vector() if own_base and self.wide else self.base
+        self.base_views, self.left_views = self._views(self.base), self._views(self.left)
+
+    def separate(self) -> None:
+        """Gives the base memory of its own, where it stays what it is."""
+        if not self.apart:
+            self.set_apart(True)
+            self.base.copy_(self.rounded)
 
     @property
     def apart(self) -> bool:
@@ -232,32 +247,64 @@ class Vectors:
     def start(self) -> None:
         """Takes the present parameters as the point."""
         torch._foreach_copy_(self.point_views, self.parameters)
+        if self.apart:
+            torch._foreach_copy_(self.base_views, self.parameters)
         self.mark()
 
     @torch.no_grad()
     def mark(self) -> None:
         """An exchange begins, during which the parameters may move on."""
         if self.apart:
-            torch._foreach_copy_(self.base_views, self.parameters)
+            torch._foreach_copy_(self.left_views, self.parameters)
 
     def measure(self, start: torch.Tensor | None = None) -> None:
         """Takes what the parameters have moved from `start`, with the sign of a gradient, as the update.
         start: None: the base."""
         torch._foreach_copy_(self.update_views, self.parameters)
-        torch.sub(self.base if start is None else start, self.update, out=self.update)
+        if start is None:
+            start = self.base if self.apart else self.rounded
+        torch.sub(start, self.update, out=self.update)
+
+    @property
+    def rounded(self) -> torch.Tensor:
+        """The point as the parameters hold it."""
+        return self.point.to(self.update.dtype)
 
     def measure_departure(self) -> None:
-        """Takes how far the parameters were from the point when the exchange began as the update."""
+        """Takes what the parameters had moved when the exchange began as the update. It may be called
+        again."""
         if self.apart:
-            torch.sub(self.point, self.base, out=self.update)
+            torch.sub(self.base if self.wide else self.point, self.left, out=self.update)
         else:
             self.measure()
 
+    @torch.no_grad()
     def resume(self, keep: bool) -> None:
-        """Continues from the base. keep: with what the update holds, as `measure` has found it."""
+        """Continues from the base. keep: with what the update holds, as `measure` has found it, which takes a
+        base of its own."""
+        if not self.wide:
+            if keep:
+                torch.sub(self.base, self.update, out=self.update)
+            self.put(self.update_views if keep else self.base_views)
+            return
         if keep:
-            torch.sub(self.base, self.update, out=self.update)
-        self.put(self.update_views if keep else self.base_views)
+            self.base.sub_(self.update)
+        self.put(self.base_views)
+        if self.apart:  # else nothing has been rounded that the point does not have
+            torch._foreach_copy_(self.base_views, self.parameters)
+            self.base.add_(self.update) if keep else None
+
+    @torch.no_grad()
+    def carry(self) -> None:
+        """Lets the next update also have what this one has, where the error is in the State's memory: in the
+        parameters or, as these would round it, in the base."""
+        if not self.wide:
+            torch._foreach_sub_(self.parameters, self.update_views)
+            if self.apart:
+                self.base.copy_(self.point)
+            return
+        self.separate()
+        self.base.add_(self.update)
 
     @torch.no_grad()
     def put(self, views: list[torch.Tensor]) -> None:
