@@ -27,6 +27,10 @@ class Outer:
 
     def move(self, which: Sequence[int]) -> None:
         """Moves the points of these indices; their updates hold the mean, and may be overwritten."""
+        self.add(which)
+
+    def add(self, which: Sequence[int]) -> None:
+        """Moves them by the mean itself."""
         for i in which:
             self._vectors[i].point.sub_(self._mean(i))
 

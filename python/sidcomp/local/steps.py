@@ -354,8 +354,8 @@ class Updates:
         errors.carry(self.state.engine, self.vectors, error, self.world, self.error == "parameters")
 
     @torch.no_grad()
-    def land(self) -> None:
-        """Waits for the exchange in flight, and applies its means."""
+    def land(self, plain: bool = False) -> None:
+        """Waits for the exchange in flight, and applies its means. plain: without the outer optimizer."""
         if self.meetings is not None:
             self._arrive()
             self.meetings.gone = False
@@ -377,7 +377,7 @@ class Updates:
             self.state.engine.quiet()  # discards the step, if what some rank sent was not finite
         if isinstance(self.noise, SketchNoise) and 0 in together:  # it has arrived beside the means
             self.noise.land()
-        self._apply(together, keep=self.delay > 0)
+        self._apply(together, self.delay > 0, plain)
         if 0 in together:
             broadcast(list(self.module.buffers()), self._group)
 
@@ -392,14 +392,14 @@ class Updates:
             return not self._discard and self.state.engine.counts()
         return not self._discard and finite([v.update for v in self.of(together)])
 
-    def _apply(self, together: list[int], keep: bool) -> None:
+    def _apply(self, together: list[int], keep: bool, plain: bool = False) -> None:
         """Applies the means that have arrived. keep: what the optimizers did since the launch stays."""
         fine = self.counts(together)
         if self.error == "memory":
             fine = self.shards.peers.all_agree(fine)
         mine = not fine and not finite(self._parameters())
         if fine:
-            self.outer.move(self._schedule.indices(together))
+            (self.outer.add if plain else self.outer.move)(self._schedule.indices(together))
         # Else all ranks lose what they did: also a part that was not exchanged may not be finite.
         self._continue(self.of(together) if fine else self.vectors, keep and fine)
         if fine:
@@ -448,12 +448,12 @@ class Updates:
     def average(self) -> None:
         """Averages what all ranks have done, uncompressed, so that no error is left and all ranks have the
         same parameters, those of the point. Call it at the end of training, or before the number of ranks
-        changes, on every rank at the same point. The mean moves the point as that of an exchange does, by
-        `outer` if there is one. A rank whose parameters are not finite gives what it had not sent before.
+        changes, on every rank at the same point. The mean itself moves the point, and `outer` does not step.
+        A rank whose parameters are not finite gives what it had not sent before.
 
-        With a deadline, and with error="memory" and a memory that holds something else than what was not
-        sent (such as "dgc", "momentum" or marsit's), this is one more compressed exchange, with the ranks
-        that come by the deadline: nothing is lost, but what was not sent stays in the memory."""
+        With error="memory" and a memory that holds something else than what was not sent (such as "dgc",
+        "momentum" or marsit's), this is one more compressed exchange; with a deadline, too, with the ranks
+        that come, and by `outer`. Nothing is lost, but what was not sent stays in the memory."""
         open_engine(self.state)
         self.trained.check()
         self._shown.refuse("average() was called")
@@ -463,7 +463,7 @@ class Updates:
         if self.meetings is not None or not errors.alone(self.state.settings):
             since = self.meetings.since if self.meetings is not None else 0
             self._launch(self._schedule.all)
-            self.land()
+            self.land(plain=True)
             if self.meetings is not None:
                 self.meetings.since = since
             return
@@ -478,7 +478,7 @@ class Updates:
             for v in self.vectors:
                 v.resume(keep=False)
         errors.average(engine, self.vectors, self._group, in_parameters=self.error == "parameters")
-        self.outer.move(range(len(self.vectors)))
+        self.outer.add(range(len(self.vectors)))
         for v in self.vectors:
             v.base.copy_(v.point)
             v.resume(keep=False)
