@@ -33,7 +33,7 @@ def grow(updates: Updates) -> None:
         kind: {n: x.clone() for n, x in named_values(updates.vectors, kind).items()}
         for kind in ("point", "base")
     }
-    outer = updates.outer
+    updates._make_outer = updates.outer  # which goes on
     named = updates.build(before["point"].keys())
     for v in updates.vectors:
         v.separate() if apart else None
@@ -42,7 +42,6 @@ def grow(updates: Updates) -> None:
         own = named_values(updates.vectors, kind)
         for name, x in values.items():
             own[name].copy_(x)
-    updates.outer.follow(outer)
     updates.state.door = None  # which serves the parameters of before
     updates.enter(named)
     updates.form(again=True)

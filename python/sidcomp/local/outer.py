@@ -2,13 +2,14 @@
 
 import copy
 import reprlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
 import torch
 
-from sidcomp.errors import ArgumentError, CheckpointError
+from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
 from sidcomp.local.vectors import Vectors, check_values
 from sidcomp.runtime.plain_data import anything, listing, record, table
 
@@ -43,8 +44,15 @@ class Outer:
         for x in self.vectors:
             x.zero_()
 
-    def follow(self, former: "Outer") -> None:
-        """Goes on from another one of the same kind, over some of these parameters."""
+    def travelling(self) -> list[torch.Tensor]:
+        """Returns the vectors beside the points that a rank gets when it comes back, which stay these."""
+        return self.vectors
+
+    def follow(self, vectors: Sequence[Vectors]) -> "Outer":
+        """Goes on over other vectors, which have the parameters of those before and more. Raises
+        UnsupportedError. Returns itself."""
+        self._vectors = vectors
+        return self
 
     def state_dict(self) -> dict[str, Any] | None:
         return None
@@ -61,9 +69,11 @@ class Outer:
         """Loads what `check` has accepted."""
 
 
-def make_outer(outer: Make | None, vectors: Sequence[Vectors]) -> Outer:
+def make_outer(outer: Make | Outer | None, vectors: Sequence[Vectors]) -> Outer:
     """outer: takes a list of tensors, one for each of `vectors`, and returns an optimizer of them; None: the
-    point moves by the mean. Raises ArgumentError."""
+    point moves by the mean; or what goes on over these vectors. Raises ArgumentError or UnsupportedError."""
+    if isinstance(outer, Outer):
+        return outer.follow(vectors)
     if outer is None:
         return Outer(vectors)
     advice = (
@@ -82,7 +92,7 @@ def make_outer(outer: Make | None, vectors: Sequence[Vectors]) -> Outer:
     has = [p for group in made.param_groups for p in group["params"]]
     if len(has) != len(points) or any(p is not x for p, x in zip(has, points, strict=True)):
         raise ArgumentError(f"outer={outer!r} returned an optimizer of other tensors: {advice}")
-    return Momentum(made, vectors) if is_plain_sgd(made) else Torchs(made, vectors, outer)
+    return Momentum(made, vectors) if is_plain_sgd(made) else Torchs(made, vectors)
 
 
 def is_plain_sgd(made: torch.optim.Optimizer) -> bool:
@@ -102,16 +112,33 @@ def _label(made: torch.optim.Optimizer) -> str:
 
 class Momentum(Outer):
     """Plain SGD: u = momentum u + mean, and the point moves by -lr (mean + momentum u), or by -lr u without
-    `nesterov`. The rate and the momentum are read in each exchange, so that a schedule may set them."""
+    `nesterov`. The rate and the momentum are read in each exchange, so that a schedule may set them. u is
+    made when the momentum is not 0 for the first time."""
 
     def __init__(self, made: torch.optim.Optimizer, vectors: Sequence[Vectors]) -> None:
         super().__init__(vectors)
         self.label = _label(made)
         (self._group,) = made.param_groups
-        self.vectors = [torch.zeros_like(v.point) for v in vectors] if self._group["momentum"] else []
+        self._from_start, self._final = bool(self._group["momentum"]), False
+        if self._from_start:
+            self._make()
+
+    def _make(self) -> None:
+        self.vectors = [torch.zeros_like(v.point) for v in self._vectors]
+
+    def travelling(self) -> list[torch.Tensor]:
+        self._final = True
+        return super().travelling()
 
     def move(self, which: Sequence[int]) -> None:
         lr, momentum = float(self._group["lr"]), float(self._group["momentum"])
+        if momentum and not self.vectors:
+            if self._final:
+                raise UnsupportedError(
+                    "the momentum of `outer` was 0 when the run began, and a rank that comes back before a "
+                    "deadline would not get it: begin with a momentum that is not 0, such as 1e-6"
+                )
+            self._make()
         for i in which:
             update = self._mean(i)
             if self.vectors:
@@ -122,10 +149,15 @@ class Momentum(Outer):
                     update.copy_(u)
             self._vectors[i].point.sub_(update.mul_(lr))
 
-    def follow(self, former: Outer) -> None:
-        assert isinstance(former, Momentum)
-        for name, x in former._named().items() if self.vectors else ():
+    def follow(self, vectors: Sequence[Vectors]) -> Outer:
+        before = self._named() if self.vectors else {}
+        super().follow(vectors)
+        self._group["params"] = [v.point for v in vectors]
+        if self.vectors:
+            self._make()
+        for name, x in before.items():
             self._named()[name].copy_(x)
+        return self
 
     def _named(self) -> dict[str, torch.Tensor]:
         pairs = zip(self._vectors, self.vectors, strict=True)
@@ -136,29 +168,30 @@ class Momentum(Outer):
         return {"momentum": {n: x.clone() for n, x in self._named().items()}} if self.vectors else None
 
     def check(self, saved: Any) -> None:
-        if not self.vectors:
+        if saved is None and self._from_start:
+            raise CheckpointError(f"{_WHERE} has no outer momentum: resume with the same `outer`")
+        if saved is None or (self._final and not self.vectors):
             super().check(saved)
             return
-        if saved is None:
-            raise CheckpointError(f"{_WHERE} has no outer momentum: resume with the same `outer`")
         record({"momentum": table(anything)})(saved, _WHERE)
-        check_values(saved["momentum"], self._named(), "outer momentum")
+        points = {name: x for v in self._vectors for name, x in v.named(v.point).items()}
+        check_values(saved["momentum"], points, "outer momentum")
 
     def load_state_dict(self, saved: Any) -> None:
-        for name, view in self._named().items() if self.vectors else ():
+        self.reset()
+        if saved is not None and not self.vectors:
+            self._make()
+        for name, view in self._named().items() if saved is not None else ():
             view.copy_(saved["momentum"][name])
 
 
 class Torchs(Outer):
-    """Any other optimizer of torch, which steps on the points with the means as gradients. It follows no
-    former one: what it keeps is by vector, and the vectors are other ones.
+    """Any other optimizer of torch, which steps on the points with the means as gradients."""
 
-    make    makes one
-    """
-
-    def __init__(self, made: torch.optim.Optimizer, vectors: Sequence[Vectors], make: Make) -> None:
+    def __init__(self, made: torch.optim.Optimizer, vectors: Sequence[Vectors]) -> None:
         super().__init__(vectors)
-        self._made, self._make, self.label = made, make, _label(made)
+        self._made, self.label = made, _label(made)
+        self._keys = [set(group) for group in made.param_groups]  # schedules add others
 
     def move(self, which: Sequence[int]) -> None:
         for i in which:
@@ -170,6 +203,33 @@ class Torchs(Outer):
     def reset(self) -> None:
         self._made.state.clear()
 
+    def follow(self, vectors: Sequence[Vectors]) -> Outer:
+        """The program may hold the optimizer, and a schedule of it. What this keeps of each element moves by
+        parameter name. A vector takes the rest, such as a number of steps, from one that has some of the same
+        parameters."""
+        groups, former = self._made.param_groups, self._vectors
+        states = [(v, self._made.state[v.point]) for v in former if v.point in self._made.state]
+        for v, state in states:
+            for key, x in state.items():
+                if isinstance(x, torch.Tensor) and x.shape != v.point.shape and x.dim():
+                    raise self._cannot(f"keeps {key!r}, which is no number of each element")
+        if len(groups) > 1:
+            raise self._cannot("has several groups of parameters")
+        super().follow(vectors)
+        groups[0]["params"] = [v.point for v in vectors]
+        self._made.state.clear()
+        for v in vectors:
+            shared = [(of, state) for of, state in states if not {*of.names}.isdisjoint(v.names)]
+            if shared:
+                self._made.state[v.point] = {key: _joined(v, key, shared) for key in shared[0][1]}
+        return self
+
+    def _cannot(self, why: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"a parameter begins to train, and outer={self.label} {why}: release all parameters before "
+            "sidcomp.compress"
+        )
+
     def state_dict(self) -> dict[str, Any] | None:
         return copy.deepcopy(self._made.state_dict())
 
@@ -177,7 +237,8 @@ class Torchs(Outer):
         record({"state": anything, "param_groups": listing(anything)})(saved, _WHERE)
         after = self._after_a_step()
         advice = f"and not that of {type(self._made).__name__}: resume with the same `outer` and `parts`"
-        found = _unlike(saved["param_groups"], after["param_groups"])
+        found = _unlike(*(self._without_schedule(x["param_groups"]) for x in (saved, after)))
+        found = found or _unlike(saved["param_groups"], saved["param_groups"])  # what a schedule has added
         of = [[group["params"] for group in x["param_groups"]] for x in (after, saved) if not found]
         if found or of[0] != of[1]:
             raise CheckpointError(f'{_WHERE}: "param_groups" have {found or of[1]}, {advice}')
@@ -189,16 +250,50 @@ class Torchs(Outer):
                 raise CheckpointError(f'{_WHERE}: "state" has {found}, {advice}')
 
     def _after_a_step(self) -> dict[str, Any]:
-        """Returns the dictionary of such an optimizer after a step on zeros, to compare a loaded one with."""
-        points = [torch.zeros_like(v.point) for v in self._vectors]
-        for x in points:
+        """Returns the dictionary of such an optimizer after a step on zeros, to compare a loaded one with. It
+        is a copy, because the program's function may keep what it makes."""
+        other = copy.copy(self._made)
+        for name, x in vars(self._made).items():
+            if name != "step":  # which a schedule replaces by one of the original
+                vars(other).setdefault(name, x)
+        other.state = defaultdict(dict)
+        other.param_groups = [
+            {**group, "params": [torch.zeros_like(x) for x in group["params"]]}
+            for group in self._made.param_groups
+        ]
+        for x in (x for group in other.param_groups for x in group["params"]):
             x.grad = torch.zeros_like(x)
-        other = self._make(points)
         other.step()
         return other.state_dict()
 
+    def _without_schedule(self, groups: list[Any]) -> list[Any]:
+        """The groups with the keys that the optimizer has made."""
+        if len(groups) != len(self._keys) or not all(isinstance(group, dict) for group in groups):
+            return groups
+        pairs = zip(groups, self._keys, strict=True)
+        return [{key: x for key, x in group.items() if key in keys} for group, keys in pairs]
+
     def load_state_dict(self, saved: Any) -> None:
+        before = self._made.param_groups
         self._made.load_state_dict(copy.deepcopy(saved))
+        for group, own in zip(self._made.param_groups, before, strict=True):
+            for key, x in own.items():
+                group.setdefault(key, x)  # what a schedule has added since
+
+
+def _joined(v: Vectors, key: str, former: Sequence[tuple[Vectors, dict[str, Any]]]) -> Any:
+    """What an optimizer keeps of a vector, from what it kept of former ones."""
+    of, state = former[0]
+    like = state[key]
+    if not isinstance(like, torch.Tensor) or not like.dim():
+        return copy.deepcopy(like)
+    out = torch.zeros(v.point.shape, dtype=like.dtype, device=like.device)
+    views = v.named(out)
+    for of, state in former:
+        for name, x in of.named(state[key]).items() if key in state else ():
+            if name in views:
+                views[name].copy_(x)
+    return out
 
 
 def _unlike(x: Any, like: Any) -> str:

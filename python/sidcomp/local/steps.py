@@ -200,7 +200,7 @@ class Updates:
         device = self.vectors[0].update.device
         self._model = serve(self.state, self.module, named, None, device)
         self.meetings = Meetings(
-            self.state, self.module, self._model, named, self.vectors, self.outer.vectors, self.every,
+            self.state, self.module, self._model, named, self.vectors, self.outer.travelling(), self.every,
             self.delay, deadline, stale, [self.every, self.outer.label],
         )  # fmt: skip
         self._discards = Discards(self._optimizers, None)
