@@ -162,12 +162,21 @@ class Loaded:
 class Trained:
     """Notices that the module trains other parameters than those that are exchanged.
 
-    names   of those that are
-    moves   whether the module replaces its parameters itself, as a sharded one does
+    names       of those that are
+    optimizers  which train them
+    moves       whether the module replaces its parameters itself, as a sharded one does
     """
 
-    def __init__(self, module: torch.nn.Module, names: Container[str], moves: bool) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        names: Container[str],
+        optimizers: Sequence[torch.optim.Optimizer],
+        moves: bool,
+    ) -> None:
         named = list(named_parameters(module))
+        self._module, self._optimizers, self._names = module, optimizers, {name for name, _ in named}
+        self._size = self._optimized()
         self._frozen = [p for name, p in named if name not in names]
         known = {id(p): name for name, p in named if name in names}
         self._places = [
@@ -180,20 +189,32 @@ class Trained:
 
     def more(self) -> bool:
         """Whether a parameter begins to train which did not require a gradient before. Called before each
-        step. Raises SetupError if a parameter has been replaced."""
-        if self._steps % _LOOK_EVERY == 0:
+        step. Raises SetupError if a parameter has been replaced or added."""
+        size = self._optimized()
+        if self._steps % _LOOK_EVERY == 0 or size != self._size:
             self.check()
-        self._steps += 1
+        self._steps, self._size = self._steps + 1, size
         return any(map(_requires_grad, self._frozen))
 
+    def _optimized(self) -> int:
+        """The number of the optimizers' parameters."""
+        return sum(len(group["params"]) for one in self._optimizers for group in one.param_groups)
+
     def check(self) -> None:
-        """Raises SetupError if a parameter has been replaced."""
+        """Raises SetupError if a parameter has been replaced or added."""
         for place, key, p, name in self._places:
             if place.get(key) is not p:
                 raise SetupError(
                     f"parameter {name!r} was replaced by another tensor after sidcomp.compress: exchanges do "
                     "not reach the new one. Change parameters in place (p.copy_ under torch.no_grad), or "
                     "change the module before sidcomp.compress"
+                )
+        for name, p in named_parameters(self._module):
+            if p.requires_grad and name not in self._names:
+                raise SetupError(
+                    f"parameter {name!r} was added after sidcomp.compress: exchanges do not reach it. Add it "
+                    "before, frozen if it is to train later; or call run.average() and run.close(), add it, "
+                    "and call sidcomp.compress again"
                 )
 
 

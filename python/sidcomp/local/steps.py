@@ -165,7 +165,7 @@ class Updates:
         self.outer = make_outer(self._make_outer, self.vectors)
         how = self._noise_correction
         self._correction = Correction(self.vectors, whole, self._optimizers, how, in_memory)
-        self.trained = Trained(self.module, whole, moves=bool(self.shards.part))
+        self.trained = Trained(self.module, whole, self._optimizers, moves=bool(self.shards.part))
         self._shown = Shown(self.vectors, self.find)
         return named
 
