@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +294,42 @@ def cleared(rank: int, world: int) -> None:
 def test_a_cleared_memory_stays_so() -> None:
     """What changes the form of a step comes behind it."""
     run(cleared, 1)
+
+
+class Skipping(nn.Module):
+    """The second layer has no part in every other pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.passes = nn.Linear(40, 60), nn.Linear(60, 60), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        x = self.first(x)
+        return self.second(x) if self.passes % 2 else x
+
+
+def skipping(rank: int, world: int, emulated: bool) -> list[torch.Tensor]:
+    import ordered
+
+    torch.manual_seed(1)
+    model = Skipping()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.008, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ordered.Torch() if emulated else nullcontext() as torchs:
+        state = sidcomp.State("topk", groups="layer")
+        if emulated:
+            ordered.emulate(state, torchs)
+        register(ddp, state)
+        rng = torch.Generator().manual_seed(100 + rank)
+        for _ in range(6):
+            optimizer.zero_grad()
+            (ddp(torch.randn(8, 40, generator=rng)) ** 2).sum().backward()
+            optimizer.step()
+        state.close()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_what_is_brought_back_of_unused_parameters_is_the_cpus() -> None:
+    for got, want in zip(run(skipping, 2, True), run(skipping, 2, False), strict=True):
+        assert all(map(torch.equal, got, want))

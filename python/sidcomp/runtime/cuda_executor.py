@@ -500,8 +500,8 @@ class CudaExecutor(Executor):
         return self.step.nonfinite or nonfinite, self.step.failed or failed
 
     def finite(self, group: Group) -> bool:
-        latest = group.resident.latest
-        return not (latest.nonfinite or latest.status)
+        nonfinite, _, status, _ = group.resident.reports.upto(group.resident.mark)
+        return not (nonfinite or status)
 
     def forget(self, groups: Sequence[Group], several: bool) -> None:
         self.cancel(groups, always=True)
