@@ -459,7 +459,7 @@ def test_factors_stay_finite() -> None:
     found = []
     for rate in (0.0, 1e-300, 1e300, 0.0, 1e300, 1.0, 1e-44):
         optimizer.param_groups[0]["lr"] = rate
-        found.append(rates.advance().get((0, 0), 1.0))
+        found.append(rates.advance().get((0, 0, 0), 1.0))
     assert found == [1.0, 1e-30, 1e-30, 1.0, 1.0, 1e30, 1e30]
     assert rates.last == {(0, 0): 1e-44}
 
