@@ -461,7 +461,7 @@ def test_factors_stay_finite() -> None:
         optimizer.param_groups[0]["lr"] = rate
         found.append(rates.advance().get((0, 0, 0), 1.0))
     assert found == [1.0, 1e-30, 1e-30, 1.0, 1.0, 1e30, 1e30]
-    assert rates.last == {(0, 0): 1e-44}
+    assert rates.last == {(0, 0, 0): 1e-44}
 
 
 def test_an_optimizer_outlives_the_state_that_followed_it() -> None:
