@@ -17,10 +17,11 @@ def _fsdp2() -> Any:
     """Returns the module of FSDP2's meshes, or None: this torch is older. To import it takes a second and
     sympy, which only those pay who use it."""
     try:
-        from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state
+        from torch.distributed.fsdp._fully_shard import _fsdp_common
+        from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state  # noqa: F401
     except ImportError:
         return None
-    return _fsdp_common if hasattr(_fsdp_state, "FSDPState") else None
+    return _fsdp_common
 
 
 def check_torch() -> None:
