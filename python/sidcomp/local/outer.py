@@ -33,7 +33,7 @@ class Outer:
     def add(self, which: Sequence[int]) -> None:
         """Moves them by the mean itself."""
         for i in which:
-            self._vectors[i].point.sub_(self._mean(i))
+            self._vectors[i].point.sub_(self._vectors[i].update)  # in the dtype of the point
 
     def _mean(self, i: int) -> torch.Tensor:
         """The mean, in the dtype of the point; the memory of the update, if that has this dtype."""
