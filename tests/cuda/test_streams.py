@@ -296,6 +296,29 @@ def test_a_cleared_memory_stays_so() -> None:
     run(cleared, 1)
 
 
+def resumed(rank: int, world: int) -> None:
+    import ordered
+
+    with ordered.Torch() as torchs:
+        ddp = small()
+        state = sidcomp.State("topk", groups="model")
+        executor = ordered.emulate(state, torchs)
+        register(ddp, state)
+        kept = {}
+        for step in range(12):
+            if step == 1:
+                kept = state.state_dict()
+            elif step == 8:
+                state.load_state_dict(kept)
+            (ddp(torch.randn(8, 40)) ** 2).sum().backward()
+            assert len(executor._ends) <= 2, step
+
+
+def test_the_host_waits_for_steps_of_lower_numbers_too() -> None:
+    """Those after a checkpoint of an earlier step."""
+    run(resumed, 1)
+
+
 class Skipping(nn.Module):
     """The second layer has no part in every other pass."""
 

@@ -263,6 +263,8 @@ class CudaExecutor(Executor):
         # asked for the step's futures already.
         self.follow()
         self._late, self._spare, self._kept_by = [], [], []  # checksums have other addresses from now on
+        self._ends.clear()  # the State that makes these groups may be that of an earlier step
+        self._over = -1
         if settings.transport == "native" and self.native is None:
             assert self._library is not None
             progress = partial(_progress, weakref.ref(self))
