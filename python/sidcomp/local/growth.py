@@ -36,7 +36,8 @@ def grow(updates: Updates) -> None:
     updates._make_outer = updates.outer  # which goes on
     named = updates.build(before["point"].keys())
     for v in updates.vectors:
-        v.separate() if apart else None
+        if apart:
+            v.separate()
         v.start()
     for kind, values in before.items():
         own = named_values(updates.vectors, kind)

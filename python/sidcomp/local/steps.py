@@ -413,7 +413,8 @@ class Updates:
             v.measure(v.left)
         if self.error == "memory":
             for v in which:
-                v.base.copy_(v.point) if v.apart else None
+                if v.apart:
+                    v.base.copy_(v.point)
         else:
             errors.leave(self.state.engine, self.vectors)
         for v in which:
@@ -594,4 +595,5 @@ class Updates:
             self._apply(together, keep)
         if self.error == "memory" and not self.delay:
             for v in self.vectors:
-                v.set_apart(False) if not v.wide else None  # else its base is not the point
+                if not v.wide:  # else its base is not the point
+                    v.set_apart(False)

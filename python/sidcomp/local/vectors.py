@@ -292,7 +292,8 @@ class Vectors:
         self.put(self.base_views)
         if self.apart:  # else nothing has been rounded that the point does not have
             torch._foreach_copy_(self.base_views, self.parameters)
-            self.base.add_(self.update) if keep else None
+            if keep:
+                self.base.add_(self.update)
 
     @torch.no_grad()
     def carry(self) -> None:
