@@ -11,7 +11,7 @@ RECOMMENDED = {  # for what; the first is the safest
     "fp16": "the same, with more precision and less range",
     "int4": "gradients with Adam",
     "int2": "updates, in half of int4's bytes; less good for gradients",
-    "topk": 'gradients with SGD (`sidcomp.preset("topk-fortieth")`: 1/40), updates (`ratio=100`)',
+    "topk": 'gradients with SGD, as `sidcomp.preset("topk-fortieth")` (1/40); updates (`ratio=100`)',
     "lossless": "where nothing may be rounded",
 }
 _SHARED = ("density", "values", "indices", "memory_dtype")  # parameters that the page explains once
