@@ -103,7 +103,10 @@ sid_status sid_launch_as(bool together, const sid_stream &to, sid_what what, voi
     config.stream = to.stream;
     config.attrs = count ? how : nullptr;
     config.numAttrs = count;
-    const cudaError_t e = cudaLaunchKernelEx(&config, kernel, (P)args...);
+    /* A kernel gets 48 KB unless it asks, of which its __shared__ variables take some; every device since 7.5 has 64. */
+    cudaError_t e = cudaSuccess;
+    if (shared > 40 << 10) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 60 << 10);
+    if (e == cudaSuccess) e = cudaLaunchKernelEx(&config, kernel, (P)args...);
     if (e == cudaSuccess) return SID_OK;
     (void)cudaGetLastError();
     return sid_fail(to.err, SID_E_DEVICE, "%s: %s", (const char *)what, cudaGetErrorString(e));

@@ -26,8 +26,9 @@ enum {
     BLOCK = 1024,    /* threads, at most */
     TOGETHER = 2048, /* that are resident */
     STACK = 1 << 19, /* a translated kernel keeps all of its registers there */
-    SHARED = 48 << 10,
-    STATIC = 48 << 10, /* behind it: what a translated kernel declares; ptx/translate.py knows where */
+    SHARED = 64 << 10,
+    UNASKED = 48 << 10, /* of which a byte at least is static */
+    STATIC = 48 << 10,  /* behind it: what a translated kernel declares; ptx/translate.py knows where */
     GUARD = 64,
     PATIENCE = 64 /* rounds in which nobody did anything but look at one place again and again */
 };
@@ -411,6 +412,16 @@ cudaError_t cudaSetDevice(int d) {
     contexts |= 1 << d;
     emulate::chosen = true;
     return cudaSuccess;
+}
+static std::map<const void *, uint64_t> shared_of; /* of kernels that asked for more */
+cudaError_t emulated_shared(const void *kernel, int bytes) {
+    if (bytes < 0 || bytes >= emulate::SHARED) return cudaErrorInvalidValue;
+    shared_of[kernel] = (uint64_t)bytes;
+    return cudaSuccess;
+}
+bool emulate::has_shared(const void *kernel, uint64_t bytes) {
+    const auto asked = shared_of.find(kernel);
+    return asked == shared_of.end() ? bytes < UNASKED : bytes <= asked->second;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *of, const void *) {
     of->ptxVersion = emulate::ptx_version();

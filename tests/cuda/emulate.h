@@ -73,6 +73,9 @@ enum cudaDeviceAttr {
 struct cudaFuncAttributes {
     int ptxVersion;
 };
+enum cudaFuncAttribute {
+    cudaFuncAttributeMaxDynamicSharedMemorySize = 8
+};
 enum {
     cudaEnableDefault = 0
 };
@@ -102,6 +105,10 @@ cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr what, int device);
 /* SID_EMULATED_PTX, or 90. */
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *of, const void *kernel);
+cudaError_t emulated_shared(const void *kernel, int bytes);
+template <typename... P> cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute, int bytes) {
+    return emulated_shared((const void *)kernel, bytes);
+}
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
                                              unsigned long long flags, void *found);
 
@@ -172,6 +179,7 @@ template <typename... P> struct kernel_of : kernel_call {
     void thread() override { std::apply(kernel, arguments); }
 };
 cudaError_t launch(const cudaLaunchConfig_t &c, kernel_call *call);
+bool has_shared(const void *kernel, uint64_t bytes); /* dynamic */
 
 /* A kernel that was translated from PTX (ptx/translate.py), of which SID_PTX names the folder, and its arguments as the launch
  * of a device lays them out; null: there is none, so the C++ runs. */
@@ -207,6 +215,7 @@ template <typename T> T shuffle(meeting what, T value, uint32_t argument, uint32
 } // namespace emulate
 
 template <typename... P> cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *c, void (*kernel)(P...), P... args) {
+    if (!emulate::has_shared((const void *)kernel, c->dynamicSmemBytes)) return cudaErrorInvalidValue;
     if (const emulate::translated k = emulate::translated_of((const void *)kernel))
         return emulate::launch(*c, new emulate::translated_call(k, args...));
     return emulate::launch(*c, new emulate::kernel_of<P...>(kernel, args...));

@@ -947,6 +947,11 @@ def test_decode_of_many_payloads(codec: str, settings: dict[str, Any], memory: s
     compare_decode(codec, settings, memory, 700, "float32", 37, "some")
 
 
+def test_decode_of_the_most_payloads() -> None:
+    """A block keeps a place in each: more shared memory than a kernel has unless it asks."""
+    compare_decode("topk", {"density": 0.5}, "none", 3, "float32", 4096, "one")
+
+
 @pytest.mark.parametrize("world", [2, 5, 8, 9, 13, 17, 31, 32, 33, 40])
 def test_decode_of_streams(world: int) -> None:
     """Streams of several payloads are read side by side, more of them where there are fewer payloads; and

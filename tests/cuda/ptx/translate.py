@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-STATIC = (48 << 10) + 64  # emulate.cpp: behind the dynamic shared memory and its guard
+STATIC = (64 << 10) + 64  # emulate.cpp: behind the dynamic shared memory and its guard
 STATIC_END = STATIC + (48 << 10)
 WIDTH = {
     **{f"{kind}{bits}": bits for kind in "bus" for bits in (8, 16, 32, 64)},
