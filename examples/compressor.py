@@ -13,7 +13,7 @@ gradients = rng.laplace(size=(ranks, n)).astype(np.float32)
 for codec in sidcomp.codecs():
     c = sidcomp.Compressor(codec.name, n)
     payload = c.encode(gradients[0])
-    sent = c.decode(payload)
+    sent = c.finish(payload, gradients[0].copy())  # in the place of the gradient
     error = np.linalg.norm(sent - gradients[0]) / np.linalg.norm(gradients[0])
     lost = np.abs(sent + c.residual() - gradients[0]).max()  # sent + kept = gradient
     print(
@@ -23,5 +23,6 @@ for codec in sidcomp.codecs():
 
 encoders = [sidcomp.Compressor("topk", n, density=0.01, rank=r, world=ranks) for r in range(ranks)]
 payloads = [c.encode(g) for c, g in zip(encoders, gradients, strict=True)]
-mean = encoders[0].decode(payloads, scale=1 / ranks)  # all payloads at once, summed in rank order
+for c, g in zip(encoders, gradients, strict=True):
+    mean = c.finish(payloads, g)  # all payloads at once, summed in rank order: the same on every rank
 print(f"the mean of {ranks} ranks' top 1 %: {np.count_nonzero(mean):,} of {n:,} elements are not zero")

@@ -137,6 +137,130 @@ def test_ways_to_pass_payloads(codec: str) -> None:
         assert np.array_equal(want, total)
 
 
+# ---- a step: encode, exchange, finish -------------------------------------------------------------
+
+
+def exchanged(ranks: list[sidcomp.Compressor], xs: list[Array], payloads: list[Array]) -> list[list[Array]]:
+    """What each rank gets: all payloads or, with a linear codec, its own one with the ranks' sums in it."""
+    plan = ranks[0].plan
+    for i, (offset, count) in enumerate(ranks[0].slices):
+        if i:
+            for c, payload, x in zip(ranks, payloads, xs, strict=True):
+                c.next_reduction(i, payload, x)
+        kind = np.dtype(reference.STORAGE.get(plan.body_dtype, plan.body_dtype))
+        parts = [p[offset : offset + kind.itemsize * count].view(kind) for p in payloads]
+        if kind == np.int8:
+            total = np.sum(parts, axis=0, dtype=kind)
+        else:
+            with np.errstate(all="ignore"):
+                wide = sum(reference.to_f32(part, plan.body_dtype) for part in parts)
+            total = reference.from_f32(wide, plan.body_dtype)
+        for part in parts:
+            part[:] = total
+    return [[p] for p in payloads] if plan.linear else [payloads] * len(ranks)
+
+
+class Beside:
+    """Compressors, and a Loopback that gets the same gradients."""
+
+    def __init__(self, codec: str, memory: str, n: int, dtype: str, **settings: Any) -> None:
+        settings = settings_of(codec) | settings
+        exchange = "allreduce" if CODECS[codec].linear else "allgather"
+        self.ranks = [
+            sidcomp.Compressor(codec, n, dtype, memory=memory, rank=r, world=2, **settings) for r in range(2)
+        ]
+        self.loopback = sidcomp.simulation.Loopback(
+            2, exchange, codec, n, memory=memory, dtype=dtype, **settings
+        )
+
+    def step(self, xs: list[Array]) -> None:
+        want = np.asarray(self.loopback.step(xs))
+        payloads = [c.encode(x) for c, x in zip(self.ranks, xs, strict=True)]
+        for c, x, got in zip(self.ranks, xs, exchanged(self.ranks, xs, payloads), strict=True):
+            mean = x.copy()
+            assert c.finish(got, mean) is mean
+            assert np.array_equal(mean, want, equal_nan=True)
+        for r, c in enumerate(self.ranks):
+            theirs = self.loopback.residual(r).view(np.uint32)
+            assert np.array_equal(np.atleast_2d(c.residual()).view(np.uint32), theirs), f"rank {r}"
+
+
+FORMS = [("float32", "float32"), ("float16", "bfloat16")]  # of the vectors, of the memory
+# Loopback does not take codecs that factor matrices
+STEPPED = [(c, m, *form) for c, m in PAIRS for form in FORMS if not CODECS[c].shaped]
+
+
+def beside(codec: str, memory: str, n: int, dtype: str, kept: str) -> Beside:
+    return Beside(codec, memory, n, dtype, **({} if memory == "none" else {"memory_dtype": kept}))
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("codec, memory, dtype, kept", STEPPED)
+def test_encode_and_finish_are_a_step_of_loopback(codec: str, memory: str, dtype: str, kept: str) -> None:
+    n = 1500
+    both = beside(codec, memory, n, dtype, kept)
+    for step in range(4):
+        both.step([gradient(n, 10 * step + r, dtype) for r in range(2)])
+
+
+@pytest.mark.parametrize("codec", [c.name for c in CODECS.values() if c.shaped])
+def test_finish_subtracts_the_mean_of_summed_factors(codec: str) -> None:
+    n = 1500
+    ranks = [sidcomp.Compressor(codec, n, memory="compensation", rank=r, world=2) for r in range(2)]
+    for step in range(3):
+        xs = [gradient(n, 10 * step + r) for r in range(2)]
+        before = [c.residual() for c in ranks]
+        payloads = [c.encode(x) for c, x in zip(ranks, xs, strict=True)]
+        for c, x, kept, got in zip(ranks, xs, before, exchanged(ranks, xs, payloads), strict=True):
+            acc = c.residual()
+            assert np.allclose(acc, kept + x, atol=1e-5)
+            mean = c.finish(got, x.copy())
+            assert mean.any() and np.array_equal(c.residual(), acc - mean)
+
+
+def test_finish_ends_one_step_with_its_payloads() -> None:
+    n = 500
+    a, b = (sidcomp.Compressor("topk", n, rank=r, world=2) for r in range(2))
+    x = gradient(n, 0)
+    for refused in ("before the first step", "twice", "after set_residual", "after reset"):
+        payloads, mean = [a.encode(x), b.encode(x)], x.copy()
+        if refused == "before the first step":
+            a = sidcomp.Compressor("topk", n, rank=0, world=2)
+        elif refused == "twice":
+            a.finish(payloads, mean)
+        elif refused == "after set_residual":
+            a.set_residual(a.residual())
+        else:
+            a.reset()
+        before = mean.copy(), a.residual()
+        with pytest.raises(sidcomp.ArgumentError, match="encode first"):
+            a.finish(payloads, mean)
+        assert np.array_equal(mean, before[0]) and np.array_equal(a.residual(), before[1])
+        a.reset()
+        b.reset()
+
+
+def test_finish_refuses_other_payloads_and_can_be_called_again() -> None:
+    n = 500
+    a, b = (sidcomp.Compressor("topk", n, rank=r, world=2) for r in range(2))
+    x, old = gradient(n, 0), b.encode(gradient(n, 1))
+    a.finish([a.encode(x), old], x.copy())
+    payloads, mean = [a.encode(x), b.encode(x)], x.copy()
+    broken = payloads[1].copy()
+    broken[3] ^= 1
+    kept = a.residual()
+    for wrong, error in (
+        (payloads[0], sidcomp.ArgumentError),
+        ([*payloads, payloads[1]], sidcomp.ArgumentError),
+        ([payloads[0], broken], sidcomp.CorruptPayloadError),
+        ([payloads[0], old], sidcomp.MismatchError),
+    ):
+        with pytest.raises(error):
+            a.finish(wrong, mean)
+        assert np.array_equal(mean, x) and np.array_equal(a.residual(), kept)
+    assert np.array_equal(a.finish(payloads, mean), b.decode(payloads, scale=0.5))
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_residual_set_and_reset(codec: str) -> None:
     n, settings = 2000, settings_of(codec)

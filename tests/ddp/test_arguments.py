@@ -98,6 +98,7 @@ def cases() -> dict[str, Case]:
             {
                 "encode": {"x": x},
                 "decode": {"payloads": compressor.encode(x)},
+                "finish": {"payloads": compressor.encode(x), "gradient": x},
             },
         ),
         "next_reduction": (summed.next_reduction, {"reduction": 1, "payload": summed.encode(x), "x": x}),

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-it-works.md"
 SETTINGS: dict[str, Any] = {"density": 0.05}
+MEMORIES = ["residual", "compensation"]  # the second one must hear of the mean
 
 
 def page_code() -> dict[str, Any]:
@@ -28,7 +30,9 @@ def page_code() -> dict[str, Any]:
     return names
 
 
-def train(rank: int, world: int, minimal: bool) -> tuple[list[float], list[Tensor], list[list[int]]]:
+def train(
+    rank: int, world: int, memory: str, minimal: bool
+) -> tuple[list[float], list[Tensor], list[list[int]]]:
     """Losses, final parameters and, for the minimal hook, elements per bucket in the first and last step."""
     torch.manual_seed(0)
     module = nn.Sequential(
@@ -40,10 +44,10 @@ def train(rank: int, world: int, minimal: bool) -> tuple[list[float], list[Tenso
     state, compressors = None, None
     if minimal:
         names = page_code()
-        compressors = names["Compressors"]("topk", **SETTINGS)
+        compressors = names["Compressors"]("topk", memory=memory, **SETTINGS)
         ddp.register_comm_hook(compressors, names["hook"])
     else:
-        state = sidcomp.State("topk", groups="bucket", **SETTINGS)
+        state = sidcomp.State("topk", groups="bucket", memory=memory, **SETTINGS)
         register(ddp, state)
     torch.manual_seed(1 + rank)  # each rank has its own data
     losses, layouts = [], []
@@ -62,8 +66,9 @@ def train(rank: int, world: int, minimal: bool) -> tuple[list[float], list[Tenso
     return losses, [p.detach().clone() for p in module.parameters()], [*layouts[:1], *layouts[-1:]]
 
 
-def test_the_minimal_hook_gives_the_bits_of_a_state() -> None:
-    ours, theirs = run(train, 2, True), run(train, 2, False)
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_the_minimal_hook_gives_the_bits_of_a_state(memory: str) -> None:
+    ours, theirs = run(train, 2, memory, True), run(train, 2, memory, False)
     for rank in range(2):
         losses, parameters, (first, last) = ours[rank]
         assert len(first) == 1 and len(last) > 1, "DDP was to form its buckets anew"

@@ -156,7 +156,8 @@ def _empty(like: Any, n: int, dtype: str) -> Any:
 
 
 class Compressor:
-    """The codec and memory of one group: `payload = c.encode(gradient)`, `c.decode(payloads, out)`.
+    """The codec and memory of one group. A step is `payload = c.encode(gradient)`, then an exchange of the
+    payloads, and `c.finish(payloads, gradient)`. `c.decode(payloads)` leaves the memory alone.
 
     codec, memory   names in `sidcomp.codecs()` and `sidcomp.memories()`, where `paper` names their sources;
                     their parameters are further keyword arguments. memory=None (default): the codec's own.
@@ -215,6 +216,7 @@ class Compressor:
         self.n = int(n)
         self.dtype = name
         self.step = 0
+        self._open = False  # the memory has not been told of the last step's mean
         self._at = {"seed": int(seed), "group": int(group), "rank": int(rank), "world": int(world)}
         self._state = _Block(self.plan.state_bytes)
         self._work = _Block(self.plan.work_bytes)
@@ -243,6 +245,7 @@ class Compressor:
                 **self._at,
             )
             self.step += 1
+            self._open = True
         return payload  # type: ignore[no-any-return]
 
     @property
@@ -271,7 +274,7 @@ class Compressor:
 
     def decode(self, payloads: Any, out: Any = None, scale: float = 1.0) -> Any:
         """Returns scale times the sum of the payloads' vectors, summed in their order in float32 and rounded
-        once to the dtype.
+        once to the dtype. It leaves the memory alone: `finish` ends a step.
 
         payloads: one payload, a sequence of payloads, or a uint8 array of shape (count, payload_bytes).
         out: is written and returned; a new vector if None. It must not be read-only, require grad or share
@@ -296,6 +299,36 @@ class Compressor:
         del kept
         return out
 
+    def finish(self, payloads: Any, gradient: Array) -> Array:
+        """Ends a step: replaces `gradient` by the mean over the ranks, returns it, and tells the memory:
+        `compensation` subtracts it.
+
+        payloads: of this step, one from each rank in rank order, as for `decode`. A linear codec also takes
+        this rank's payload alone, after the ranks have summed its slices.
+        gradient: what `encode` was given, with its values unchanged; it may be written, as decode's `out`.
+
+        Raises ArgumentError if there is no step to end or the number of payloads is another, and the errors
+        of `decode`; nothing has changed then. Without this call a step counts as sent, whatever was decoded.
+        """
+        parts = self._parts(payloads)
+        target = self._vector(gradient, "gradient", writes=True)
+        _apart(target, "gradient", *((part, f"payloads[{i}]") for i, part in enumerate(parts)))
+        places, kept = self._places(parts)
+        world = self._at["world"]
+        if len(places) != world and not (self.plan.linear and len(places) == 1):
+            raise ArgumentError(f"payloads: holds {len(places)}; pass those of all {world} ranks")
+        with self._turn:
+            if not self._open:
+                raise ArgumentError("there is no step that finish() could end: encode first")
+            # With the state the core also tells the memory what it decodes.
+            buffers = _core.Buffers(_segments(target), self._state.ptr)
+            at = {"step": self.step - 1, "group": self._at["group"]}
+            self.plan.decode_list(places, 1.0 / world, buffers, **at)
+            self._open = False
+        _written(gradient)
+        del kept
+        return gradient
+
     def residual(self, like: Any = None) -> Any:
         """The memory's contents: float32 of shape (n,), or (vectors, n) if the memory keeps several vectors;
         zeros without a memory.
@@ -319,6 +352,7 @@ class Compressor:
             raise ArgumentError(f"x: has {view.n} elements of {view.dtype}; pass {n} of float32")
         with self._turn:
             self.plan.residual_in(self._state.ptr, view.ptr)
+            self._open = False
 
     @property
     def stats(self) -> dict[str, int | float]:
@@ -343,6 +377,7 @@ class Compressor:
         with self._turn:
             self._state.clear()
             self._stats = None
+            self._open = False
             self.step = 0
 
     def _vector(self, x: Any, what: str, *, writes: bool = False) -> _View:
