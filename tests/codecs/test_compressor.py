@@ -218,6 +218,37 @@ def test_finish_subtracts_the_mean_of_summed_factors(codec: str) -> None:
             assert mean.any() and np.array_equal(c.residual(), acc - mean)
 
 
+@pytest.mark.many
+@pytest.mark.parametrize("codec, memory, dtype, kept", STEPPED)
+def test_a_step_that_is_not_finite_leaves_nothing(codec: str, memory: str, dtype: str, kept: str) -> None:
+    n, near = 1500, 2e-6 if kept == "float32" else 0.03  # some roundings of what is kept and of the gradient
+    both = beside(codec, memory, n, dtype, kept)
+    for step in range(4):
+        xs = [gradient(n, 10 * step + r, dtype) for r in range(2)]
+        before = [c.residual() for c in both.ranks]
+        if step == 2:
+            xs[1][[3, 700]] = np.nan, np.inf
+        both.step(xs)
+        if step == 2:
+            for c, was in zip(both.ranks, before, strict=True):
+                np.testing.assert_allclose(c.residual(), was, rtol=0, atol=near * (4 + abs(was).max()))
+
+
+@pytest.mark.parametrize("codec", [c.name for c in CODECS.values() if c.shaped])
+def test_nothing_is_left_of_summed_factors_that_are_not_finite(codec: str) -> None:
+    n = 1500
+    ranks = [sidcomp.Compressor(codec, n, memory="residual", rank=r, world=2) for r in range(2)]
+    for step in range(3):
+        xs = [gradient(n, 10 * step + r) for r in range(2)]
+        if step == 1:
+            xs[1][700] = np.nan
+        before = [c.residual() for c in ranks]
+        payloads = [c.encode(x) for c, x in zip(ranks, xs, strict=True)]
+        for c, x, was, got in zip(ranks, xs, before, exchanged(ranks, xs, payloads), strict=True):
+            assert np.isfinite(c.finish(got, x.copy())).all() == (step != 1)
+            assert np.allclose(c.residual(), was, atol=1e-5) == (step == 1)
+
+
 def test_finish_ends_one_step_with_its_payloads() -> None:
     n = 500
     a, b = (sidcomp.Compressor("topk", n, rank=r, world=2) for r in range(2))

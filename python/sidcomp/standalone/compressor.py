@@ -301,7 +301,9 @@ class Compressor:
 
     def finish(self, payloads: Any, gradient: Array) -> Array:
         """Ends a step: replaces `gradient` by the mean over the ranks, returns it, and tells the memory:
-        `compensation` subtracts it.
+        `compensation` subtracts it. If a rank's gradient was not finite, the mean is not either, on any rank,
+        and the memory is as before the step, but for rounding: it has again what it held for elements that
+        were sent, and nothing of the step remains.
 
         payloads: of this step, one from each rank in rank order, as for `decode`. A linear codec also takes
         this rank's payload alone, after the ranks have summed its slices.
@@ -320,7 +322,8 @@ class Compressor:
         with self._turn:
             if not self._open:
                 raise ArgumentError("there is no step that finish() could end: encode first")
-            # With the state the core also tells the memory what it decodes.
+            # With the state the core also tells the memory what it decodes, or takes the gradient, which the
+            # segment still holds, out of it.
             buffers = _core.Buffers(_segments(target), self._state.ptr)
             at = {"step": self.step - 1, "group": self._at["group"]}
             self.plan.decode_list(places, 1.0 / world, buffers, **at)
