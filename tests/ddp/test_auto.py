@@ -9,7 +9,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,21 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import RankFailed, on_ranks, run
-from sidcomp.autotune import controller, iterations, measurement, monitoring, outcome, probe, profiling
+from sidcomp.autotune import (
+    controller,
+    iterations,
+    measurement,
+    monitoring,
+    outcome,
+    probe,
+    profiling,
+    search,
+)
+from sidcomp.config.grouping import Regime
 from sidcomp.doors.ddp import register, rewrap
 from sidcomp.planner import fusion, mergecomp
 from sidcomp.planner.profile import Profile
+from sidcomp.planner.significance import WORTH, is_faster
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -199,6 +210,100 @@ def test_a_search_takes_few_steps_of_plain_ddp_where_they_are_long(slow: Costs, 
         check(report)
         assert report["tried"][0]["kept"] and report["tried"][0]["pairs"] == 2, report["explain"]
         assert plain == most, report["explain"]
+
+
+def with_a_pause(rank: int, byte_s: float, when: int | str) -> tuple[dict[str, Any], int, int]:
+    """What auto found and, in ps, what it goes on by, with half a second between two steps: before this
+    forward pass (0: none), or in plain DDP's first step of the verification."""
+    slow: Costs = {"all_reduce": (1e-4, byte_s), "all_gather": (1e-4, 2e-9), "encode": (1e-4, 2e-8)}
+    with Training(rank, slow=slow, candidates=["topk"], warmup=0, turns=6) as t:
+        passes, left, tuner = itertools.count(1), [0.5], t.state.engine.tuner
+        assert isinstance(tuner, controller.Controller)
+
+        def pause(*_: Any) -> None:
+            verifying = tuner.report.stage == "verifying" and t.state.engine.regime == controller.PLAIN
+            now = next(passes)
+            if left and (verifying if when == "verifying" else now == when):
+                clock.take(left.pop())
+
+        t.ddp.module.register_forward_pre_hook(pause)
+        r = t.until_it_settles()
+        assert bool(left) == (when == 0) and t.state.profile is not None
+        return r, t.state.profile.dense_ps, 1000 * tuner._watched.base
+
+
+def with_and_without_a_pause(rank: int, world: int, byte_s: float, when: int | str, later: int) -> list[Any]:
+    """later: a rank pauses so many passes after the one before, whose pause it has waited out."""
+    paused = when + later * rank if isinstance(when, int) else when
+    return [with_a_pause(rank, byte_s, each) for each in (0, paused)]
+
+
+@pytest.mark.parametrize(
+    ("byte_s", "when", "later"),
+    [
+        (8e-9, 5, 0),  # plain DDP takes twice as long as computing: in the first step that is timed
+        (8e-9, 6, 0),  # in the second one
+        (8e-9, 5, 1),  # on one rank, and the other waits in the step after
+        (2e-9, 5, 0),  # no plan is worth anything
+        (1e-7, 5, 0),  # 13 times as long, where few steps are timed
+        (1e-7, "verifying", 0),  # and of these only one in a pair
+    ],
+)
+def test_one_pause_is_not_what_plain_ddp_takes(byte_s: float, when: int | str, later: int) -> None:
+    for (calm, *base), (r, *paused) in run(with_and_without_a_pause, 2, byte_s, when, later):
+        check(r)
+        assert candidates(r) == candidates(calm), r["explain"]
+        same = ("dense_ps", "baseline_ps", "measured_ps")
+        assert [r[k] for k in same] == pytest.approx([calm[k] for k in same], rel=0.02), r["explain"]
+        assert paused == pytest.approx(base, rel=0.02)
+        assert all(one["against_ps"] == r["dense_ps"] for one in r["tried"]), "explain() contradicts itself"
+        assert r["finding_steps"] <= calm["finding_steps"] + 20
+
+
+class Alone(search.Search):
+    """Verifies one plan on one rank, on steps that a test makes up: of the plan (True) and of plain DDP."""
+
+    def __init__(self, took: Callable[[bool], int], before: tuple[int, int]) -> None:
+        super().__init__(sidcomp.State("auto", candidates=["topk"]).settings, None)
+        self._took = took  # type: ignore[method-assign, assignment]
+        self._plain = [iterations.Iteration(ns, True, None) for ns in before]
+
+    def _of_ranks(self, values: list[int]) -> list[tuple[int, ...]]:
+        return [(value,) for value in values]
+
+    def _regime(self, found: Any) -> Regime:
+        return Regime("model")
+
+    def verify(self, expected: float) -> list[Any]:
+        script = self._verify({"ends": [1], "methods": [1]}, expected)
+        order = next(script)
+        while True:
+            ns = self._took(order.regime != controller.PLAIN)  # type: ignore[arg-type, call-arg]
+            try:
+                order = script.send(iterations.Iteration(ns, True, None))  # type: ignore[arg-type]
+            except StopIteration as stop:
+                return list(stop.value["pairs"])
+
+
+def test_a_wrong_expectation_adopts_no_plan() -> None:
+    """That a plan takes a hundredth of plain DDP's time, as the two steps before the search seemed to say,
+    where it takes as long: it is adopted as rarely as without any expectation."""
+    rng, adopted = random.Random(3), {}
+    for expected, before in ((1.0, 10**6), (0.01, 2 * 10**8)):
+        runs = [
+            Alone(lambda _: int(1e6 * rng.lognormvariate(0, 0.05)), (before, before)).verify(expected)
+            for _ in range(300)
+        ]
+        adopted[expected] = sum(bool(is_faster(pairs, WORTH)) for pairs in runs)
+    assert adopted[0.01] <= 6, adopted  # 2 %
+
+
+def test_steps_with_a_pause_are_no_window() -> None:
+    """Where a plan takes a tenth of the time, as after a checkpoint whose first step took long."""
+    for before in ((10, 11), (10, 500), (500, 10)):
+        pairs = Alone(lambda tried: 1 if tried else 10, before).verify(0.1)
+        assert [len(tried) for tried, _ in pairs] == [12, 22]
+        assert all(ns <= 11 for pair in pairs for window in pair for ns in window)
 
 
 # Seconds of a call, and of a byte or an element. The deep model computes 2.8 ms a step; 447 kB in 4 buckets.

@@ -13,6 +13,7 @@ from sidcomp.planner.profile import Profile
 _FEW = 2  # turns after which it is certain how many are needed
 # Plain DDP takes this many times as long as computing: then communication is long, or by far the longest.
 LONG, FAR = 2, 6
+ALIKE = 2  # steps of which one takes more than so many times as long as another: a pause was among them
 # How many turns where plain DDP takes more than so many times as long as computing: overlap matters less.
 _FEWER = ((FAR, 1), (LONG, _FEW), (1.5, 4))
 _TURNS = 6  # steps of plain DDP, and steps with all exchanges after backward()
@@ -88,10 +89,19 @@ class Profiling(Iterations):
         """How many turns are needed, the same on all ranks: they agree by the first few."""
         if not turns:
             return 1
-        dense, sooner = self._agree(
-            [int(median(t["dense"] for t in turns[:_FEW])), -int(median(t["compute"] for t in turns[:_FEW]))]
-        )
+        plain = [t["dense"] for t in turns[:_FEW]] + [it.interval for it in self._plain[len(turns) :]]
+        if len(plain) < _FEW:
+            return _FEW  # one step may have paused
+        if not self._alike(plain):
+            return _TURNS
+        dense, sooner = self._agree([int(median(plain)), -int(median(t["compute"] for t in turns[:_FEW]))])
         return min(_TURNS, next((n for times, n in _FEWER if dense > times * -sooner), _TURNS))
+
+    def _alike(self, times: list[int]) -> bool:
+        """Whether no rank saw a pause in these steps of one kind, such as an evaluation or a checkpoint that
+        the program saved. In the mean over the ranks it may be half in each of two steps: a rank that waits
+        for another sees its pause one step later."""
+        return not self._agree([int(max(times) > ALIKE * min(times))])[0]
 
     def _profile(self) -> Generator[Order, Iteration, Profile]:
         assert self._p is not None and self._p.layout is not None

@@ -8,20 +8,20 @@ from sidcomp.autotune import iterations, measurement
 from sidcomp.autotune.contest import Contest, Plan
 from sidcomp.autotune.iterations import Iteration, Order, Script
 from sidcomp.autotune.journal import Entry
-from sidcomp.autotune.profiling import FAR, LONG
+from sidcomp.autotune.profiling import ALIKE, FAR, LONG
 from sidcomp.config.accuracy import EXACT
 from sidcomp.config.grouping import Regime
 from sidcomp.config.settings import PLAIN, Settings
 from sidcomp.planner import mergecomp
 from sidcomp.planner.fusion import evaluate, plan, plan_hash
 from sidcomp.planner.profile import Profile
-from sidcomp.planner.significance import WORTH, Pair, gain, is_faster
+from sidcomp.planner.significance import WORTH, Pair, gain, is_faster, ratios
 
 _WINDOW = 4  # timed steps of a window
 # Timed steps of the faster and of the slower one in the first two pairs, where one is expected to take more
 # than so many times as long. They decide if no steps overlap: by chance 1 time in 91 * 23, or in 45^2.
 _UNEVEN = ((FAR, ((12, 2), (22, 1))), (LONG, ((8, 2), (8, 2))))
-_CLEARLY = 1.5  # the pairs must then show at least this ratio, else they do not count
+_CLEARLY = 1.5  # each of these pairs must show at least this ratio, else they do not count
 _SLOWER = 1.1  # plans that are predicted to take up to so many times as long as the baseline compete
 # These are options of the planners. Cupcake searches for as long as the paper lets it, some seconds, and
 # starts from two even groups (its section 4.2).
@@ -97,6 +97,8 @@ class Search(Contest):
         tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
         said = f"{gain(pairs):.3f} of the time of {self._called(self.base)} in {len(pairs)} pairs of windows"
         r.baseline_ps = other
+        if self.base == PLAIN:  # of more steps than were measured before, and beside the plan's
+            r.dense_ps = other
         r.tried.append(
             {
                 "groups": len(found["ends"]),
@@ -124,6 +126,8 @@ class Search(Contest):
         e = self._next("pairs", plan_hash(found))
         if not e["done"]:
             before = [it.interval for it in self._plain] if self.base == PLAIN else []
+            if before and not self._alike(before):
+                before = []
             yield from self._turns(self._regime(found), self.base, e["pairs"], expected, WORTH, before)
             e["waiting"], e["done"] = self._waiting(), True
         return e
@@ -165,9 +169,13 @@ class Search(Contest):
                         times.append(it.interval)
             both = self._agree_on_steps(windows[True] + windows[False])
             pairs.append([both[: size[True]], both[size[True] :]])
-            if uneven and len(pairs) == len(sizes) and gain(pairs) ** (1 if slow else -1) < _CLEARLY:
-                pairs.clear()  # the expectation was wrong, so the windows must be alike
-                sizes = ()
+            if uneven and len(pairs) == len(sizes):
+                times_longer = [r if slow else 1 / r for r in ratios(pairs)]
+                if min(times_longer) < max(_CLEARLY, max(times_longer) / ALIKE):
+                    # The expectation was wrong, or one of the few long steps paused, which neither a median
+                    # of two nor a mean of the pairs would hide: so the windows must be alike.
+                    pairs.clear()
+                    sizes = ()
 
     def _mergecomp(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
         """Runs MergeComp's Algorithm 2 as published: on measured iterations, at the start of training."""
