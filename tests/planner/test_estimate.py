@@ -487,6 +487,17 @@ def test_json_holds_what_the_table_shows_and_cpus_are_measured(tmp_path: Path) -
         ("2.5 Gbit/s", 2.5),
         ("25Gbps", 25),
         ("0.4tbit", 400),
+        ("25gbps", 25),
+        ("10 GBIT/S", 10),
+        ("1Gb/s", 1),
+        ("1GB/s", 8),  # an upper-case B means bytes
+        ("125MB/s", 1),
+        ("1.25 GBps", 10),
+        ("500 kB/s", 0.004),
+        ("1GB", None),  # no rate
+        ("1gb", None),
+        ("1gb/s", None),  # who writes all letters alike may mean either
+        ("1GBPS", None),
         ("1g", None),
         ("fast", None),
     ],
@@ -501,10 +512,11 @@ def test_links_are_read_with_their_unit(text: str, gbit: float | None) -> None:
 
 def test_the_slower_direction_of_a_link_counts() -> None:
     """A rank sends as many bytes as it receives."""
-    for text in ("500mbit/110mbit", "110 Mbit/s / 500 Mbit/s", "0.5gbit/110mbit"):
+    for text in ("500mbit/110mbit", "110 Mbit/s / 500 Mbit/s", "0.5gbit/110mbit", "13.75MB/s/1GB/s"):
         link, origin = link_of(text)
         assert link.gbit == pytest.approx(0.11) and "slower" in origin
     assert link_of("10gbit", 7.0) == (Link(10.0, 7.0), "given")
+    assert link_of("1GB/s") == (Link(8.0, 50.0), "given")
     with pytest.raises(ValueError, match="such as 10gbit"):
         link_of("500/110mbit")
 

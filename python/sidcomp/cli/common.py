@@ -144,12 +144,20 @@ def _number(text: str) -> float | int | str:
         return text
 
 
+# A lower-case b means bits and an upper-case one bytes, but not where all letters are alike ("gb/s", "GBPS"):
+# who writes so may mean either.
+_BITS, _BYTES = r"(?i:bit(?:/?s|ps)?)|bps|(?<=[KMGT])b/s", r"B/s|Bps"
+
+
 def gbit_of(text: str) -> float:
-    """ "10gbit", "100 Mbit/s" and "25Gbps" as Gbit/s; raises ValueError."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+) *([kmgt])b(?:it|ps)?(?:/?s)?", text.strip().lower())
+    """ "10gbit", "100 Mbit/s", "25Gbps", and in bytes "1GB/s", as Gbit/s; raises ValueError."""
+    match = re.fullmatch(rf"([0-9]*\.?[0-9]+) *([kmgtKMGT])(?:{_BITS}|({_BYTES}))", text.strip())
     if match is None:
-        raise ValueError(f"--link {text!r}: give a number and a unit, such as 10gbit or 100mbit")
-    return float(match[1]) * {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}[match[2]]
+        raise ValueError(
+            f"--link {text!r}: give a number and a unit, such as 10gbit or 100mbit, or 1GB/s for bytes"
+        )
+    bits = 8 if match[3] else 1
+    return bits * float(match[1]) * {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}[match[2].lower()]
 
 
 def link_of(text: str, latency_us: float | None = None, node_gbit: float = 400.0) -> tuple[Link, str]:
@@ -160,9 +168,9 @@ def link_of(text: str, latency_us: float | None = None, node_gbit: float = 400.0
         found = measured_link(Profile.load(text))
         latency = found.latency_us if latency_us is None else latency_us
         return replace(found, latency_us=latency, node_gbit=node_gbit), f"measured ({text})"
-    down, _, up = re.sub(r"/s\b", "", text.lower()).partition("/")
-    gbit = min(map(gbit_of, (down, up) if up else (down,)))
-    origin = "given" if not up else "given: the slower of the two directions"
+    ways = re.split(r"/(?!s\b)", text, maxsplit=1, flags=re.IGNORECASE)
+    gbit = min(map(gbit_of, ways))
+    origin = "given" if len(ways) == 1 else "given: the slower of the two directions"
     return Link(gbit, 50.0 if latency_us is None else latency_us, 0.0, node_gbit), origin
 
 
