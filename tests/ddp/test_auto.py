@@ -863,6 +863,24 @@ def test_a_plan_is_explained_while_it_is_in_force(rank: int, world: int, stage: 
 
 
 @on_ranks(2)
+def test_a_comparison_is_explained_only_of_the_plan_in_use(rank: int, world: int) -> None:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE, ddp={}) as t:
+        t.until_it_settles()
+        engine = t.state.engine
+        row = {"step": engine.step, "measured_ps": 10**9, "against_ps": 10**9, "pairs": 2, "steps": 9}
+        compared = engine.tuner.report.compared  # type: ignore[union-attr]
+        compared.append({**row, "kept": True})
+        assert "this plan took 1.0 ms then: it stayed" in t.state.explain()
+        t.ddp = rewrap(t.ddp, t.state)  # another plan, which was not compared
+        for _ in range(16):  # until it has been timed
+            t.step()
+        said = t.state.explain()
+        assert "with DDP's buckets as groups: " in said and "then: it" not in said
+        compared.append({**row, "kept": False})  # whatever is in use now is a later plan
+        assert "an earlier plan took 1.0 ms then: it was given up" in t.state.explain()
+
+
+@on_ranks(2)
 def test_a_new_wrapper_before_there_is_a_plan_is_measured_anew(rank: int, world: int) -> None:
     MODELS["1.5 MB"] = lambda: mlp(layers=40)  # one bucket before, two then
     slow = {"all_reduce": 1e-9}

@@ -416,6 +416,8 @@ def test_a_plan_goes_with_a_link_that_became_fast_and_comes_back(rank: int, worl
     assert not given_up["kept"] and given_up["against_ps"] < 0.8 * given_up["measured_ps"]
     assert any("it is given up" in line for line in fast["log"])
     assert again["measured_ps"] < 0.2 * again["dense_ps"]
+    for r in (fast, again):
+        assert "an earlier plan took" in r["text"] and "this plan took" not in r["text"]
 
 
 @pytest.mark.slow

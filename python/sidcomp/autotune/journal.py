@@ -149,7 +149,8 @@ _ROW = record({"backward": listing(whole, 2, 2), "encode": _SPAN, "exchange": _S
 _TRIED = {"measured_ps": count, "against_ps": count, "pairs": count, "kept": flag}
 _REPORT: dict[str, Check] = {
     "stage": text,
-    **dict.fromkeys(("dense_ps", "compute_ps", "baseline_ps", "predicted_ps", "measured_ps", "steps"), count),
+    **dict.fromkeys(("dense_ps", "compute_ps", "baseline_ps", "predicted_ps", "measured_ps"), count),
+    **dict.fromkeys(("steps", "since"), count),
     "seconds": number,
     "why": text,
     "floors": listing(listing(number, 2, 2)),

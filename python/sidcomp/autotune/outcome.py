@@ -32,6 +32,7 @@ class Report:
     competed: list[dict[str, Any]] = field(default_factory=list)  # plans that were measured in turns
     tried: list[dict[str, Any]] = field(default_factory=list)  # the best of them, with the baseline
     compared: list[dict[str, Any]] = field(default_factory=list)  # later, the plan with the baseline
+    since: int = 0  # the step in which the plan was adopted, or the one before was dropped
     plan: dict[str, Any] | None = None
     profile: Profile | None = None
 

@@ -100,7 +100,10 @@ def explain(p: Engine) -> str:
         speed = f"{r['dense_ps'] / m:.2f} times {p.plain}'s speed, {r['compute_ps'] / m:.0%} of the ceiling's"
         row("this plan, measured", m, speed if r["dense_ps"] else "")
     for one in r["compared"][-1:]:
-        then = f"this plan took {one['measured_ps'] * 1e-9:.1f} ms then"
+        # A plan that lost is not in use any more. One that stayed may have gone since for another reason.
+        if one["kept"] and one["step"] <= p.tuner.report.since:
+            continue
+        then = f"{'this' if one['kept'] else 'an earlier'} plan took {one['measured_ps'] * 1e-9:.1f} ms then"
         row(
             f"{p.plain}, compared in step {one['step']}",
             one["against_ps"],

@@ -209,10 +209,10 @@ class Search(Contest):
         ends = self.report.profile.bucket_ends()
         return int(evaluate(costs, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
 
-    def _keep(self, found: Plan, measured_ps: int) -> None:
-        r = self.report
-        r.plan, r.predicted_ps, r.measured_ps = found, found["time_ps"], measured_ps
+    def _keep(self, found: Plan | None, measured_ps: int) -> None:
+        assert self._p is not None
+        r, predicted_ps = self.report, found["time_ps"] if found is not None else 0
+        r.plan, r.predicted_ps, r.measured_ps, r.since = found, predicted_ps, measured_ps, self._p.step
 
     def _forget_plan(self) -> None:
-        r = self.report
-        r.plan, r.predicted_ps, r.measured_ps = None, 0, 0
+        self._keep(None, 0)
