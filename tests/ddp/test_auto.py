@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -728,6 +729,25 @@ def test_a_profile_is_used_again_and_a_stale_one_is_noticed(tmp_path: Path) -> N
         # What one rank alone has, no rank uses.
         assert any("measuring codecs" in line for line in r["alone"]["log"])
     assert Profile.load(tmp_path / "profile.json").world == 2
+
+
+@on_ranks(2)
+def test_each_rank_may_give_the_profile_that_it_has_saved(rank: int, world: int) -> None:
+    """Of one run, they differ in how long measuring took. If they differ in more, the report says so."""
+    how: dict[str, Any] = {"slow": SLOW_DENSE, "candidates": ["topk"]}
+    with Training(rank, **how) as t:
+        t.until_it_settles()
+        assert t.state.profile is not None
+        mine = replace(t.state.profile, measured_s=1.0 + rank)
+    for profile, said in (
+        (mine, "using the profile that was given"),
+        (replace(mine, forward_ps=1 + rank), "the ranks were given different profiles"),
+    ):
+        with Training(rank, profile=profile, **how) as t:
+            for _ in range(10):
+                t.step()
+            log = t.state.plan_report()["log"]
+            assert any(said in line for line in log) and said in t.state.explain(), log
 
 
 def test_arguments_that_make_no_sense_are_refused() -> None:

@@ -228,30 +228,30 @@ class Controller(Monitoring):
             "kept": digest([kept.rule, kept.candidates, self.report.floors]) if kept is not None else "",
             "watch": digest(self._watched.common()),
             "journal": [] if why else self._journal.digests(),
-            "given": digest(self.given.plain()) if self.given is not None else "",
+            # how long measuring took is by each rank's own clock
+            "given": digest({**self.given.plain(), "measured_s": 0}) if self.given is not None else "",
         }
         what = "the step in which ranks begin or resume to plan"
         told = p.exchange.tell_texts(json.dumps(mine), what)
         rows = [files.parse_json(row, f"what rank {r} says of its plan") for r, row in enumerate(told)]
-        if len({row["given"] for row in rows}) > 1:
-            self.given = None
-            notices.warn(
-                f"{self._asked_by}: the ranks were given different profiles, or some of them none: measuring "
-                "instead; give all ranks the same file",
-                p.exchange.rank,
-            )
-        if not any(row["loaded"] for row in rows):
+        loaded = any(row["loaded"] for row in rows)
+        if not loaded:
             notices.say(
                 f"{self._asked_by} measures during the first steps, whose gradients are sent uncompressed; a "
                 "further line will say what it has decided",
                 p.speaker,
             )
-            return p.regime
         self._p = p
         try:
-            return self._go_on(rows)
+            regime = self._go_on(rows) if loaded else p.regime
         finally:
             self._p = None
+        if len({row["given"] for row in rows}) > 1:
+            self.given = None
+            why = "the ranks were given different profiles, or some of them none: measuring instead"
+            self.report.log.append(why)  # after what may begin a new report
+            notices.warn(f"{self._asked_by}: {why}; give all ranks the same file", p.exchange.rank)
+        return regime
 
     def _go_on(self, rows: list[dict[str, Any]]) -> Regime:
         """Continues from what the checkpoints of all ranks have in common."""
