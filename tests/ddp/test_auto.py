@@ -36,6 +36,8 @@ from sidcomp.doors.ddp import register, rewrap
 from sidcomp.planner import fusion, mergecomp
 from sidcomp.planner.profile import Profile
 from sidcomp.planner.significance import WORTH, is_faster
+from sidcomp.runtime.cpu_executor import CpuExecutor
+from sidcomp.runtime.group import Group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -748,6 +750,49 @@ def test_each_rank_may_give_the_profile_that_it_has_saved(rank: int, world: int)
                 t.step()
             log = t.state.plan_report()["log"]
             assert any(said in line for line in log) and said in t.state.explain(), log
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "why"),
+    [
+        ({}, {"exclude": "1-D"}, "it belongs to other parameters"),
+        ({"exclude": "1-D"}, {}, "it belongs to other parameters"),
+        ({}, {"ddp": {"bucket_cap_mb": 100}}, "DDP has formed other buckets"),
+    ],
+    ids=["fewer", "more", "buckets"],
+)
+@on_ranks(2)
+def test_a_profile_of_other_tensors_is_not_used(
+    rank: int, world: int, saved: dict[str, Any], given: dict[str, Any], why: str
+) -> None:
+    with Training(rank, slow=SLOW_DENSE, candidates=["topk"], **saved) as t:
+        t.until_it_settles()
+        profile = t.state.profile
+    with Training(rank, slow=SLOW_DENSE, candidates=["topk"], profile=profile, **given) as t:
+        r = t.until_it_settles()
+    check(r)
+    assert candidates(r) >= {"topk"}, r["explain"]
+    assert f"the profile that was given does not fit ({why}): measuring again" in r["log"]
+
+
+@pytest.mark.parametrize("codec", ["auto", "topk"])
+@on_ranks(2)
+def test_groups_that_no_rank_can_make_end_the_search(rank: int, world: int, codec: str) -> None:
+    """The step in which they are asked for has the groups of the one before."""
+    prepare = CpuExecutor.prepare
+
+    def no_room(self: CpuExecutor, group: Group, *rest: Any) -> None:
+        if len(group.buckets) > 1:
+            raise MemoryError("no more memory")
+        prepare(self, group, *rest)
+
+    CpuExecutor.prepare = no_room  # type: ignore[method-assign]
+    how = {"candidates": ["topk"]} if codec == "auto" else {"codec": codec, "groups": "auto"}
+    with Training(rank, slow=SLOW_DENSE, **how) as t:
+        r = t.until_it_settles()
+    check(r)
+    assert candidates(r) == {"dense" if codec == "auto" else "topk"}
+    assert "could not be made" in r["why"] and "no more memory" in r["why"]
 
 
 def test_arguments_that_make_no_sense_are_refused() -> None:

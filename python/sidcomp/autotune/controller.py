@@ -72,10 +72,7 @@ class Controller(Monitoring):
         try:
             return self._between(p)
         except Exception:
-            self._watched = Watch()
-            self._record(None)
-            self._script = self._settled(self.base, "measuring failed; State.error holds the exception")
-            self._order = next(self._script)
+            self._fall_back("measuring failed; State.error holds the exception")
             raise
         finally:
             self._p = None
@@ -97,6 +94,23 @@ class Controller(Monitoring):
         ours = self._order.hold or self.settings.momentum
         behind = not ours and measurement.leaves_behind(p.layout, p.unassigned, target)
         return replace(target, flush=True) if behind else target
+
+    def _fall_back(self, why: str) -> None:
+        """Ends the search with the baseline."""
+        self._watched = Watch()
+        self._record(None)
+        self._forget_plan()
+        self._script = self._settled(self.base, why)
+        self._order = next(self._script)
+
+    def refused(self, p: Engine, error: Exception) -> bool:
+        """Falls back to the baseline, unless those are the groups that cannot be made."""
+        if self._order.regime == self.base:
+            return False
+        self._p = p
+        self._fall_back(f"the groups of a plan could not be made ({type(error).__name__}: {error})")
+        self._p = None
+        return True
 
     @property
     def deferred(self) -> bool:

@@ -106,7 +106,7 @@ class Profiling(Iterations):
     def _profile(self) -> Generator[Order, Iteration, Profile]:
         assert self._p is not None and self._p.layout is not None
         of = measurement.bucket_digest(self._p)
-        if (known := self._known_profile(of)) is not None:
+        if (known := self._known_profile()) is not None:
             return known
         if self.given is not None and self._journal.kind() != "turns":
             given, self.given = self.given, None
@@ -140,30 +140,31 @@ class Profiling(Iterations):
     def _misfit(self, profile: Profile) -> str | None:
         """Why a profile, the same on all ranks, does not fit here; None if it fits on all ranks. Every rank
         calls it."""
-        assert self._p is not None
+        assert self._p is not None and self._p.layout is not None
         stale = profile.stale(**self._here())  # ranks may have other threads
         if self._agree([int(stale is not None)])[0]:
             return stale or "on another rank it is stale"
+        here = [(x.name, x.bucket) for x in measurement.planned(self._p.layout)]
+        then = [(t["name"], t["bucket"]) for t in profile.tensors]
+        if dict(then).keys() != dict(here).keys():
+            return "it belongs to other parameters"
+        if then != here:
+            return "DDP has formed other buckets"
         return measurement.lacks(profile, self._p, self.settings)
 
     def _note_profile(self, of: str, profile: Profile) -> Profile:
         self._journal.turn_into({"kind": "profile", "of": of, "done": True, "profile": profile.plain()})
         return profile
 
-    def _known_profile(self, of: str) -> Profile | None:
+    def _known_profile(self) -> Profile | None:
         """The profile of the checkpoint, if it fits. All ranks have the same one."""
         if self._journal.kind() != "profile":
             return None
-        assert self._p is not None and self._p.layout is not None
         e = self._journal.entries[0]
         profile = Profile.of(e["profile"])
-        names = {x.name for x in measurement.planned(self._p.layout)}
-        reason = "DDP has formed other buckets" if e["of"] != of else None
-        if {t["name"] for t in profile.tensors} != names:
-            reason = "it belongs to other parameters"
-        reason = reason or self._misfit(profile)
+        reason = self._misfit(profile)
         if reason is None:
-            self._journal.next("profile", of)
+            self._journal.next("profile", e["of"])
             return profile
         self._journal, self._replaying = Journal(), False
         self._say(f"the profile in the checkpoint does not fit ({reason}): measuring again")

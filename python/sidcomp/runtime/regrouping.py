@@ -79,12 +79,16 @@ class Regrouping(Following):
                 self.regime, self._kept_groups = regime, []
                 try:
                     self._again()
-                except Exception:
+                except Exception as e:
                     self.regime, self._kept_groups = before  # those of the groups that are still there
-                    raise
-                self._growing = 0
-                if before[0].flush and not regime.flush:
-                    self.unassigned = {}  # at most rounding errors are left
+                    if not (forming.everywhere(e) and self.tuner.refused(self, e)):
+                        raise
+                    if self.rates is not None:
+                        self.rates.bind(self._model.names, self.groups)
+                else:
+                    self._growing = 0
+                    if before[0].flush and not regime.flush:
+                        self.unassigned = {}  # at most rounding errors are left
             self.tuner.begin(self)
         if self._changes:
             self._again()

@@ -28,6 +28,10 @@ class Tuner(Protocol):
     def begin(self, engine: Any) -> None:
         """Called after the groups of the next step have been made."""
 
+    def refused(self, engine: Any, error: Exception) -> bool:
+        """Called if no rank can make the groups that `between` has just asked for. Returns whether it asks
+        for others in the next step; this step then has the former ones. Else the step fails."""
+
     def give_up(self, engine: Any, why: str) -> None:
         """Searches no longer, because steps differ in what they bring: keeps what it has found."""
 
