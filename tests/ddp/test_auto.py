@@ -36,6 +36,7 @@ from sidcomp.doors.ddp import register, rewrap
 from sidcomp.planner import fusion, mergecomp
 from sidcomp.planner.profile import Profile
 from sidcomp.planner.significance import WORTH, is_faster
+from sidcomp.runtime import optimizer_watch
 from sidcomp.runtime.cpu_executor import CpuExecutor
 from sidcomp.runtime.group import Group
 from torch import nn
@@ -94,6 +95,7 @@ class Training:
         brisk()
         profiling._TURNS = how.pop("turns", profiling._TURNS)
         clock.set_costs(slow or {})
+        self.passes = how.pop("passes", 1)  # backward() calls a step of the optimizer, which is then followed
         ddp_arguments = how.pop("ddp", {"bucket_cap_mb": 0.08})
         if how.get("codec", "auto") == "auto":
             how.setdefault("warmup", 2)
@@ -106,6 +108,8 @@ class Training:
         self.state = sidcomp.State(how.pop("codec", "auto"), **how)
         register(self.ddp, self.state)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
+        if self.passes > 1:
+            self.state.follow(self.optimizer)
         self.x = torch.randn(8, 96, generator=torch.Generator().manual_seed(rank))
 
     def __enter__(self) -> Training:
@@ -118,8 +122,9 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.ddp(self.x).square().mean().backward()
-        clock.meet()
+        for _ in range(self.passes):
+            self.ddp(self.x).square().mean().backward()
+            clock.meet()
         self.optimizer.step()
 
     def until_it_settles(self, most: int = 600) -> dict[str, Any]:
@@ -644,6 +649,35 @@ def test_a_step_takes_as_long_as_it_does_on_average_over_the_ranks() -> None:
     """Each step is late by 10 ms on one rank or the other, which is 10 ms for two steps."""
     (plain, *_), (late, *_) = (run(in_turn, 2, late) for late in (0.0, 0.01))
     assert late - plain == pytest.approx(5e9, rel=0.02)
+
+
+@on_ranks(2)
+def test_several_passes_of_a_step_are_timed_as_one(rank: int, world: int) -> None:
+    """What is planned is a pass. The search counts all of them as its steps and its time."""
+    found = []
+    for passes in (1, 3):
+        with Training(rank, slow=SLOW_DENSE, candidates=["topk"], passes=passes) as t:
+            found.append(t.until_it_settles())
+    once, thrice = found
+    check(thrice)
+    assert candidates(thrice) == {"topk"}
+    for name in ("dense_ps", "compute_ps", "measured_ps", "baseline_ps"):
+        assert thrice[name] == pytest.approx(once[name], rel=0.05), name
+    assert 2 * once["finding_steps"] < thrice["finding_steps"] <= 3 * once["finding_steps"]
+    # each search has two steps of plain DDP
+    longer = 1e-12 * (once["dense_ps"] - once["measured_ps"])
+    more = thrice["finding_seconds"] - once["finding_seconds"]
+    assert more == pytest.approx(2 * (3 - 1) * longer, rel=0.1)
+
+
+@on_ranks(2)
+def test_a_search_does_not_wait_for_an_optimizer_that_never_steps(rank: int, world: int) -> None:
+    optimizer_watch._MOST_PASSES = 5
+    with Training(rank, slow=SLOW_DENSE, candidates=["topk"]) as t:
+        t.state.follow(torch.optim.SGD(t.ddp.parameters(), lr=0.01))
+        t.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.01)
+        r = t.until_it_settles(200)
+    check(r)
 
 
 @on_ranks(2)

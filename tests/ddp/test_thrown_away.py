@@ -16,7 +16,10 @@ from common import CODECS, MEMORIES, begin, groups_of, residuals_of, with_densit
 from harness import at_end, on_ranks, run
 from heard import logged
 from sidcomp import _core
+from sidcomp.config.grouping import Regime
+from sidcomp.config.settings import PLAIN
 from sidcomp.doors.ddp import register
+from test_switch import scripted
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -249,6 +252,34 @@ def test_several_passes_of_one_step(rank: int, world: int, density: float | sidc
         for r in (clean, other):
             r.trainer.step()
         assert_same(other.everything(), clean.everything(), f"step {step}")
+
+
+@on_ranks(2)
+def test_auto_asks_for_groups_within_a_step_of_several_passes(rank: int, world: int) -> None:
+    """A plan, plain DDP, and between the two a step that flushes: they wait for the next step of the
+    optimizer, as groups for another density do."""
+    clean, other = (
+        Run(rank, "two-backwards", codec="auto", candidates=[("topk", {"density": 0.1})], nonfinite=n)
+        for n in (None, "rollback")
+    )
+    plan = Regime([[name for name, _ in clean.trainer.named()]], (0,))
+    for r in (clean, other):
+        r.state.follow(r.trainer.optimizer)
+    thrown = {2: (plan, PLAIN), 3: (PLAIN, PLAIN), 4: (PLAIN, plan), 5: (plan, PLAIN)}
+    flushed = []
+    for step, asked in enumerate([plan, plan, plan, PLAIN, PLAIN, plan]):
+        for first, second in [thrown[step]] if step in thrown else []:
+            scripted(other.state, [first])
+            other.backward(first__weight=1e6)
+            scripted(other.state, [second])
+            other.trainer.backward(1, "sync")
+            other.state.skip()
+        for r in (clean, other):
+            scripted(r.state, [asked])
+            r.trainer.step()
+        flushed.append(clean.state.engine.regime.flush)
+        assert_same(other.everything(), clean.everything(), f"step {step}")
+    assert flushed == [False, False, False, True, False, False]
 
 
 @pytest.mark.parametrize("nonfinite", ["rollback", "drop"])

@@ -57,6 +57,7 @@ class Controller(Monitoring):
         self._given_up = False  # passes differ in what they bring
         self._layout: Callable[[], Layout | None] = lambda: None  # weak: the script keeps this object alive
         self._mark = self._entered = 0
+        self._earlier = (0, 0)  # passes of this step of the optimizer before the last one, and their ns
         self._script = self._whole()
         next(self._script)
 
@@ -65,9 +66,7 @@ class Controller(Monitoring):
     def between(self, p: Engine, model: Model) -> Regime:
         """Returns the regime from here on. Every rank calls it before the first bucket of an iteration, as it
         runs collectives."""
-        if p.executor is not None and self.report.stage not in FOUND:
-            p.executor.synchronize(everything=True)  # else the host's clock shows when work was enqueued
-        self._entered = perf_counter_ns()
+        self._enter(p)
         self._p, self._loaded = p, None
         try:
             return self._between(p)
@@ -77,7 +76,19 @@ class Controller(Monitoring):
         finally:
             self._p = None
 
+    def _enter(self, p: Engine) -> None:
+        if p.executor is not None and self.report.stage not in FOUND:
+            p.executor.synchronize(everything=True)  # else the host's clock shows when work was enqueued
+        self._entered = perf_counter_ns()
+
+    def go_on(self, p: Engine) -> None:
+        self._enter(p)
+        passes, ns = self._earlier
+        self._earlier = passes + 1, ns + self._entered - self._mark
+        self.begin(p)
+
     def _between(self, p: Engine) -> Regime:
+        (passes, ns), self._earlier = self._earlier, (0, 0)
         if self._given_up:
             return self._order.regime
         clean = not self._disturbed and p.layout is self._layout()
@@ -87,7 +98,8 @@ class Controller(Monitoring):
             return p.regime if lost else self._order.regime
         assert p.layout is not None
         exploring = self.report.stage not in FOUND
-        it = Iteration(self._entered - self._mark, clean, measurement.Observed.of(p) if exploring else None)
+        took, observed = self._entered - self._mark, measurement.Observed.of(p) if exploring else None
+        it = Iteration(took, clean, observed, passes + 1, ns + took)
         self._order = self._script.send(it)
         target = self._order.regime
         # a memory that holds the momentum also serves dense groups, so nothing is left behind

@@ -41,11 +41,14 @@ class Order:
 
 @dataclass(frozen=True)
 class Iteration:
-    """The measurements of the last iteration. interval: ns from its first bucket to the next one's first."""
+    """The measurements of the last iteration. interval: ns from its first bucket to the next one's first. Of
+    several backward passes of one step of the optimizer, these are of the last one."""
 
     interval: int
     clean: bool  # the groups did not change at its start
     observed: measurement.Observed | None
+    passes: int
+    whole: int  # ns of all passes
 
 
 Script = Generator[Order, Iteration, None]
@@ -143,10 +146,10 @@ class Iterations:
         self._replaying = False
         it = yield order
         if self.report.stage == COMPARING:
-            self._watched.taken += 1
+            self._watched.taken += it.passes
         else:
-            self.report.steps += 1
-            self._spent += it.interval
+            self.report.steps += it.passes
+            self._spent += it.whole
         return it
 
     def _next(self, kind: str, of: str) -> Entry:

@@ -135,7 +135,7 @@ class Monitoring(Search):
         w = self._watched
         while True:
             it = yield Order(regime)
-            w.steps += 1
+            w.steps += it.passes
             if it.clean:
                 w.times.append(it.interval)
             if len(w.times) < _CHECK_EVERY:

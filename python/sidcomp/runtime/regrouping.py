@@ -66,12 +66,15 @@ class Regrouping(Following):
 
     def _between(self) -> None:
         """Called before the first bucket of a step: makes other groups if the tuner or a schedule asks for
-        it."""
+        it. Both wait for those passes that are discarded together with the last one."""
         fresh, self._fresh = self._fresh, False
         if fresh:
             return
         assert self._model is not None and self.layout is not None
-        if self.tuner is not None:
+        if self.tuner is not None and self._amid:
+            self.quiet()
+            self.tuner.go_on(self)
+        elif self.tuner is not None:
             self.quiet()
             regime = self.tuner.between(self, self._model)
             if regime != self.regime or self._kept_groups:

@@ -17,6 +17,10 @@ class Tuner(Protocol):
     def between(self, engine: Any, model: Model) -> Regime:
         """Called before a step: returns the regime from here on. It may use collectives."""
 
+    def go_on(self, engine: Any) -> None:
+        """Called in place of `between` and `begin` before a further backward pass of the same step of an
+        optimizer that is followed: the groups stay."""
+
     @property
     def deferred(self) -> bool:
         """Whether the groups of the next step wait for its last bucket, so that backward() runs alone."""
