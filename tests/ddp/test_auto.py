@@ -680,6 +680,28 @@ def test_a_search_does_not_wait_for_an_optimizer_that_never_steps(rank: int, wor
     check(r)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+@on_ranks(2)
+def test_a_schedule_does_not_keep_a_search_from_ending(rank: int, world: int, every: int) -> None:
+    """Plans are tried at the density on which they are based, the last one; a plan that is kept follows the
+    schedule."""
+    density = sidcomp.Schedule({every * i: 0.25 * 0.995**i for i in range(400 // every)})
+    seen: dict[str, set[tuple[int, ...]]] = {"last": set(), "now": set()}
+    with Training(rank, slow=SLOW_DENSE, candidates=["topk"], warmup=0, density=density) as t:
+        for _ in range(150):
+            t.step()
+            found = t.state.plan_report()["stage"] == "settled"
+            p = t.state.engine
+            for g in p.groups:
+                if g.plan.codec == "topk":
+                    share = float(density.at(p.step - 1) if found else density.last)
+                    seen["now" if found else "last"].add((g.plan.k, round(share * g.n)))
+        r = t.report()
+    check(r)
+    assert all(way.startswith("topk") for way in candidates(r)) and all(seen.values()), r["log"]
+    assert all(abs(k - expected) <= 1 for pairs in seen.values() for k, expected in pairs), seen
+
+
 @on_ranks(2)
 def test_a_plan_that_has_become_slow_is_looked_at_again(rank: int, world: int) -> None:
     outcome._FIRST_PAUSE = 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,7 +64,10 @@ def test_sizes_follow_the_schedule() -> None:
     plans = [s.plan(10000, "float32", 0, step=step) for step in range(8)]
     assert [p.k for p in plans] == [5000] * 4 + [1000] * 4
     assert len({p.payload_bytes for p in plans}) == 3
-    assert [s.next_change(i, PLAIN) for i in (0, 3, 4, 5, 6)] == [4, 4, 6, 6, float("inf")]
+    assert [s.next_change(i, s.start) for i in (0, 3, 4, 5, 6)] == [4, 4, 6, 6, float("inf")]
+    assert s.next_change(0, PLAIN) == float("inf"), "what is uncompressed has no density"
+    assert s.next_change(0, replace(s.start, final=True)) == float("inf")
+    assert s.plan(10000, "float32", 0, replace(s.start, final=True)).k == 1000
     assert schedule.plain(s.candidates[0].parameters)["density"] == [[0, 0.5], [4, 0.1]]
 
 

@@ -95,17 +95,28 @@ class Controller(Monitoring):
         self._disturbed = True  # unless the step gets to `begin`
         if p.regime.flush:
             lost = max(self._agree([int(not p.counts())]))  # the flush did not count: repeat it
-            return p.regime if lost else self._order.regime
+            return p.regime if lost else self._asked()
         assert p.layout is not None
         exploring = self.report.stage not in FOUND
         took, observed = self._entered - self._mark, measurement.Observed.of(p) if exploring else None
         it = Iteration(took, clean, observed, passes + 1, ns + took)
         self._order = self._script.send(it)
-        target = self._order.regime
+        target = self._asked()
         # a memory that holds the momentum also serves dense groups, so nothing is left behind
         ours = self._order.hold or self.settings.momentum
         behind = not ours and measurement.leaves_behind(p.layout, p.unassigned, target)
         return replace(target, flush=True) if behind else target
+
+    def _asked(self) -> Regime:
+        """The order's regime. Until something is found, plans have the values on which planning is based: the
+        last ones of schedules, whose marks could be too close together for a window."""
+        regime = self._order.regime
+        compresses = any(candidate != DENSE for candidate in regime.candidates)
+        return replace(regime, final=True) if compresses and self._final else regime
+
+    @property
+    def _final(self) -> bool:
+        return self.settings.scheduled and not self.found
 
     def _fall_back(self, why: str) -> None:
         """Ends the search with the baseline."""

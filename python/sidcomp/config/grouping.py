@@ -34,13 +34,14 @@ class Regime:
     rule: "bucket", "model", "layer", "even:N", a number of bytes, or lists of names. candidates: for each
     list, an index into Settings.candidates, or DENSE; any other rule has one for all its groups. flush: dense
     groups also send the residuals of their parameters. floors: pairs of an iteration and a density; from that
-    iteration on, no density is lower.
+    iteration on, no density is lower. final: scheduled parameters of codecs have their last values already.
     """
 
     rule: str | int | list[list[str]]
     candidates: tuple[int, ...] = (0,)
     flush: bool = False
     floors: tuple[tuple[int, float], ...] = ()
+    final: bool = False
 
     def floor(self, step: int) -> float:
         return [0.0, *(floor for since, floor in self.floors if since <= step)][-1]

@@ -58,6 +58,10 @@ class Candidate:
         own = next((p.default for p in self.codec.parameters if p.name == "density"), 0.0)
         return float(schedule.last(self.parameters).get("density", own))
 
+    def of(self, entry: Codec) -> Parameters:
+        """Those of the parameters that are the codec's, or the memory's."""
+        return {p.name: self.parameters[p.name] for p in entry.parameters if p.name in self.parameters}
+
     @property
     def encoding(self) -> str:
         """The codec with its parameters."""
@@ -284,11 +288,22 @@ class Settings:
         self.made[:] = [self.combined(which) for which in combinations]
         return {name: len(self.candidates) + combinations.index(which) for name, which in matches.items()}
 
+    @property
+    def scheduled(self) -> bool:
+        """Whether a parameter of a candidate changes during training."""
+        return any(len(schedule.steps(candidate.parameters)) > 1 for candidate in self.candidates)
+
     def next_change(self, step: int, regime: Regime) -> float:
-        """The first iteration after `step` at which a scheduled parameter changes; infinity if none does."""
+        """The first iteration after `step` at which a scheduled parameter of this regime's groups changes;
+        infinity if none does."""
+        used = [self.candidate(i) for i in regime.candidates if i != DENSE]
+        used += self.made if used else []
         marks = {since for since, _ in regime.floors}
-        for candidate in (*self.candidates, *self.made):
-            marks.update(schedule.steps(candidate.parameters))
+        for candidate in used:
+            own = candidate.of(candidate.memory) if regime.final else candidate.parameters
+            marks.update(schedule.steps(own))
+        if regime.flush or self.momentum:  # dense groups have the first one's memory, too
+            marks.update(schedule.steps(self.candidates[0].of(self.candidates[0].memory)))
         return min((mark for mark in marks if mark > step), default=math.inf)
 
     def plan(
@@ -311,6 +326,8 @@ class Settings:
             return self._memory_plan(n, dtype, first.memory, values, regime.flush)
         w = self.candidate(candidate)
         values = schedule.at(w.parameters, step)
+        if regime.final:
+            values |= schedule.last(w.of(w.codec))
         floor = regime.floor(step)
         if floor and w.density and not isinstance(w.parameters.get("density"), Schedule):
             values["density"] = max(float(values.get("density", w.density)), floor)
