@@ -459,7 +459,8 @@ class UpdateRun(Run):
 
     def stats(self) -> dict[str, Any]:
         """As `State.stats`, and "discarded": exchanges that did not count, because what some rank's optimizer
-        did was not finite. With "auto" since it has chosen."""
+        did was not finite; with a deadline, to which this rank added nothing for that reason. With "auto"
+        since it has chosen."""
         return {**super().stats(), "discarded": self.updates.discarded}
 
     def common(self) -> AbstractContextManager[torch.nn.Module]:

@@ -239,18 +239,23 @@ def test_a_nan_on_one_rank_is_said_and_passes(kind: str) -> None:
         assert "1 exchanges did not count" in r["page"]
 
 
-@on_ranks(2)
-def test_a_nan_passes_with_a_deadline_too(rank: int, world: int) -> None:
-    """The ranks compare nothing then: the one whose NaN it was speaks for itself."""
-    r = one_nan(rank, world, "deadline", False)
-    assert not r["said"] and r["discarded"] == 1 and r["finite"]
-    assert all(x == x for x in r["losses"][14:]) and r["losses"][-1] < 0.7 * r["losses"][0]
-    assert any("optimizer of this rank did was not finite" in line for line in r["log"]) is (rank == 1)
+def test_with_a_deadline_a_nan_costs_its_rank_alone_what_it_did() -> None:
+    for rank, r in enumerate(run(one_nan, 2, "deadline", False)):
+        assert not r["said"] and r["discarded"] == rank and r["finite"]
+        assert all(x == x for x in r["losses"][14:]) and r["losses"][-1] < 0.7 * r["losses"][0]
+        assert any("the optimizer of rank 1 did, which was not finite" in x for x in r["log"]) is (rank == 1)
 
 
 def test_a_nan_in_every_step_ends_the_run() -> None:
     for r in run(one_nan, 2, "parameters", True):
         assert r["said"].startswith("ExchangeError: 4 exchanges in a row") and "rank 1" in r["said"]
+
+
+def test_with_a_deadline_a_nan_in_every_step_ends_that_rank_alone() -> None:
+    fine, ended = run(one_nan, 2, "deadline", True)
+    assert ended["said"].startswith("ExchangeError: 4 exchanges in a row") and "rank 1" in ended["said"]
+    assert not fine["said"] and not fine["discarded"] and fine["losses"][-1] < 0.7 * fine["losses"][0]
+    assert any("without rank 1" in line for line in fine["log"])
 
 
 # ---- parameters that the program sets

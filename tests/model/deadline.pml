@@ -20,8 +20,8 @@
  * the common point. Version 0: no point yet, which is -1 in Python.
  *
  * The deadline may pass at any moment. The limit of an exchange passes where a member was killed and, SLOW times, where
- * none was: then a message, or what a member confirms, is late. Not modelled: delay, stale, outer momentum, buffers, a
- * store that is lost, and two processes of one rank at a time.
+ * none was: then a message, or what a member confirms, is late. Not modelled: delay, stale, updates that are not finite,
+ * outer momentum, buffers, a store that is lost, and two processes of one rank at a time.
  *
  * Sizes: KILLS, of any rank or of VICTIM; GOES, rounds that each rank goes to; SLOW. FRESH: the ranks have no common
  * point yet. PARTLY: the codec may send no more than the residual.

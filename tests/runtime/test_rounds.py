@@ -398,6 +398,39 @@ def test_a_round_whose_end_is_not_known_is_undone(rank: int, world: int) -> None
         assert before.any() and torch.equal(error_of(state, module), before)
 
 
+@pytest.mark.parametrize("codec, delay", [("topk", 0), ("int4", 2)])
+@on_ranks(2)
+def test_an_update_that_is_not_finite_costs_the_others_nothing(
+    rank: int, world: int, codec: str, delay: int
+) -> None:
+    """Rank 0 adds what it had not sent before, and nothing else. Its buffers, which are not finite either, do
+    not become rank 1's."""
+    module = nn.Sequential(network(0), nn.BatchNorm1d(3))
+    optimizer = OPTIMIZERS["SGD"](module.parameters())
+    stepped: list[torch.Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(flat(module)))  # before it exchanges
+    outer = updates("memory", module, optimizer, {"codec": codec}, every=EVERY, delay=delay, deadline=60.0)
+    with outer.state as state:
+        train_on(module, optimizer, rank, range(2 * EVERY - 1))
+        outer.land()
+        with outer.common():
+            before = flat(module)
+        kept = error_of(state, module)
+        if rank == 0:
+            with torch.no_grad():
+                for x in (module[0][0].weight, module[1].running_mean):
+                    x.view(-1)[0] = float("nan")
+        train_on(module, optimizer, rank, range(2 * EVERY - 1, 2 * EVERY))
+        outer.land()
+        moved = before - flat(module)
+        sent = kept - error_of(state, module) + (before - stepped[-1] if rank else 0)
+        dist.all_reduce(sent)
+        assert kept.any() and sent.any()
+        torch.testing.assert_close(moved, sent, rtol=1e-3, atol=1e-6)  # the mean of one rank
+        assert alike(module) and module[1].running_mean.isfinite().all()
+        assert outer.discarded == (rank == 0)
+
+
 # ---- what is refused
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

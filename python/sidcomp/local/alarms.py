@@ -219,17 +219,18 @@ class Trained:
 
 
 class Discards:
-    """Exchanges that did not count, because what some rank's optimizer did was not finite.
+    """Exchanges that did not count, because what some rank's optimizer did was not finite; with a deadline,
+    rounds to which this rank added nothing for that reason.
 
     That rank continues from the point as the others do. But a NaN in its optimizer's state, such as Adam's
     moments, would make everything that it does from then on NaN. So elements of the state that are not finite
     become 0.
 
-    group   the ranks, which compare whose fault it was; None: they may be late or gone, and each speaks for
-            itself
+    group   the ranks, which compare whose fault it was; with a deadline, where they may be late or gone and
+            each speaks for itself, the number of this one
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup | int) -> None:
         self._optimizers, self._group = optimizers, group
         self.number = 0
         self._row = 0
@@ -239,39 +240,38 @@ class Discards:
         self._row = 0
 
     def found(self, mine: bool, device: torch.device, speaker: int) -> None:
-        """An exchange was discarded, on all ranks, which call it. mine: because of this rank; device: of the
-        parameters; speaker: 0 on the rank that speaks for all. Raises ExchangeError on all ranks after some
-        in a row."""
+        """An exchange was discarded, on all ranks, which call it; or, with a deadline, what this rank added.
+        mine: because of this rank; device: of the parameters; speaker: 0 on the rank that speaks for all.
+        Raises ExchangeError on all ranks that call it after some in a row."""
         self.number += 1
         self._row += 1
         if mine:
             self._clear()
-        if self._group is None:
-            if mine:
-                self._say("this rank", 0)
-            return
+        alone = mine and isinstance(self._group, int)
+        what = f"what the optimizer of {self._whose(mine, device)} did"
+        fault = f"took place without {what}, which" if alone else f"did not count on any rank: {what}"
+        if self._row == _ROW:
+            raise ExchangeError(
+                f"{_ROW} exchanges in a row {fault} was not finite, although its state was cleared each "
+                "time. Lower the learning rate, clip gradients, or look at the data there"
+            )
+        if self.number & (self.number - 1) == 0:  # 1, 2, 4, 8, ...
+            notices.log(
+                f"an exchange {fault} was not finite. All ranks continue from the common parameters, and "
+                f"what was not finite in that optimizer's state is 0 now ({self.number} so far)",
+                0 if alone else speaker,
+            )
+
+    def _whose(self, mine: bool, device: torch.device) -> str:
+        """Names the ranks whose fault it was."""
+        if isinstance(self._group, int):
+            return name_ranks([self._group]) if mine else "some rank"
         flag = torch.tensor([mine], dtype=torch.int64, device=device)
         told = [torch.empty_like(flag) for _ in range(dist.get_world_size(self._group))]
         with exchanging("comparing whose update was not finite"):
             dist.all_gather(told, flag, group=self._group)
         ranks = [dist.get_global_rank(self._group, r) for r, bad in enumerate(told) if bool(bad)]
-        who = name_ranks(ranks) if ranks else "a rank with another shard"
-        if self._row == _ROW:
-            raise ExchangeError(
-                f"{_ROW} exchanges in a row did not count: what the optimizer of {who} did was not finite, "
-                "although its state was cleared each time. Lower the learning rate, clip gradients, or look "
-                "at the data there"
-            )
-        self._say(who, speaker)
-
-    def _say(self, who: str, speaker: int) -> None:
-        if self.number & (self.number - 1) == 0:  # 1, 2, 4, 8, ...
-            notices.log(
-                f"an exchange did not count on any rank: what the optimizer of {who} did was not finite. All "
-                "ranks continue from the parameters of the exchange before, and what was not finite in that "
-                f"optimizer's state is 0 now ({self.number} so far)",
-                speaker,
-            )
+        return name_ranks(ranks) if ranks else "a rank with another shard"
 
     @torch.no_grad()
     def _clear(self) -> None:

@@ -28,7 +28,7 @@ from sidcomp.errors import (
     UnsupportedError,
 )
 from sidcomp.local.rendezvous import START_S, Meeting, Record, RoundExchange, Rounds, Undone
-from sidcomp.local.vectors import Vectors, by_kind
+from sidcomp.local.vectors import Vectors, by_kind, finite
 from sidcomp.runtime.communicator import name_ranks
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.layout import Layout
@@ -77,6 +77,7 @@ class Attendance:
         self._group = ""  # the process group that this rank has
         self._former: tuple[int, list[torch.Tensor]] | None = None  # a version that another rank still has
         self._fits = True  # a delta from the version that this rank has
+        self.finite = True  # what this rank did before the round; else it adds nothing to that
         self._thread: threading.Thread | None = None
         self._result: Outcome | Exception | None = None
 
@@ -143,13 +144,17 @@ class Attendance:
         wait: float | None = None,
     ) -> Outcome | None:
         """Takes part in a round, in as many attempts as it takes. joins, wait: as in `Rounds.meet`."""
+        for part in self.parts:
+            part.measure_departure()
+        self.finite = joins or finite([part.update for part in self.parts])
 
         def mine(r: Record) -> dict[str, Any]:
             if joins:  # not before: until this rank may arrive, a round of its former process may still count
                 self.attended_before = self.rounds.attended(r)
             behind = r["version"] - self.version > self.stale
             group = self._group if self.engine.layout is not None else ""  # or a checkpoint was loaded
-            return {"version": self.version if self._fits else -1, "empty": joins or behind, "group": group}
+            empty = joins or behind or not self.finite
+            return {"version": self.version if self._fits else -1, "empty": empty, "group": group}
 
         attempts = 0
         error: Exception | None = None
@@ -213,7 +218,8 @@ class Attendance:
         engine.current.number = number
 
         newest = max(meeting.versions)
-        source = meeting.versions.index(newest)
+        # Rather one whose update is finite: else its buffers may not be finite either.
+        source = max(range(exchange.world), key=lambda i: (meeting.versions[i], not meeting.empty[i]))
         taken = None
         if newest < 0 or min(meeting.versions) < newest:
             copies = self._bring(exchange, meeting, source)

@@ -89,8 +89,8 @@ class Updates:
     sketches for the noise correction take 4, an outer momentum 4. The State's memory comes on top.
 
     If what a rank did is not finite, the exchange is discarded on all ranks, and with it what they did since
-    the one before. Raises ArgumentError, SetupError or UnsupportedError, which say what to change: also if
-    the ranks' arguments, or their parameters' names, shapes or dtypes, differ.
+    the one before; with a deadline, on this rank alone. Raises ArgumentError, SetupError or UnsupportedError,
+    also if the ranks' arguments, or their parameters' names, shapes or dtypes, differ.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class Updates:
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self.flying: list[int] = []  # the parts whose means have not been applied yet
         self._discard = False  # what is in flight does not count
+        self._left_out = False  # this rank has added nothing to it, because its update was not finite
         self._met = False  # the first step has been looked at
         self.observer: Choosing | None = None
         if deadline is not None:
@@ -203,7 +204,7 @@ class Updates:
             self.state, self.module, self._model, named, self.vectors, self.outer.travelling(), self.every,
             self.delay, deadline, stale, [self.every, self.outer.label],
         )  # fmt: skip
-        self._discards = Discards(self._optimizers, None)
+        self._discards = Discards(self._optimizers, self.meetings.attendance.rounds.rank)
         for v in self.vectors:
             v.start()
         self.meetings.join()
@@ -384,7 +385,7 @@ class Updates:
     def _arrive(self) -> None:
         """Waits for the round in progress, whose means are then in flight."""
         if self.meetings is not None and not self.flying and self.meetings.arrive():
-            self.flying, self._discard = [0], False
+            self.flying, self._discard, self._left_out = [0], False, not self.meetings.attendance.finite
 
     def counts(self, together: Sequence[int]) -> bool:
         """Whether what is in flight, and has arrived, counts on this rank."""
@@ -397,12 +398,13 @@ class Updates:
         fine = self.counts(together)
         if self.error == "memory":
             fine = self.shards.peers.all_agree(fine)
-        mine = not fine and not finite(self._parameters())
+        left_out, self._left_out = self._left_out, False
+        mine = left_out or (not fine and not finite(self._parameters()))
         if fine:
             (self.outer.add if plain else self.outer.move)(self._schedule.indices(together))
         # Else all ranks lose what they did: also a part that was not exchanged may not be finite.
-        self._continue(self.of(together) if fine else self.vectors, keep and fine)
-        if fine:
+        self._continue(self.of(together) if fine else self.vectors, keep and fine and not left_out)
+        if fine and not left_out:
             self._discards.passed()
         else:
             self._discards.found(mine, self.vectors[0].parameters[0].device, self.state.engine.speaker)
@@ -428,11 +430,9 @@ class Updates:
     @contextmanager
     def common(self) -> Iterator[torch.nn.Module]:
         """Puts the point, which has the same bits on all ranks, into the module, and this rank's own
-        parameters back afterwards.
-
-        Nothing is exchanged, and training continues afterwards as if you had not called it. The point
-        contains neither the steps since the last exchange nor an exchange in flight. Do not train inside: the
-        step is refused."""
+        parameters back afterwards. Nothing is exchanged, and training continues afterwards as if you had not
+        called it. The point contains neither the steps since the last exchange nor an exchange in flight. Do
+        not train inside: the step is refused."""
         if self._shown:
             yield self.module
             return
@@ -511,7 +511,7 @@ class Updates:
 
     @property
     def discarded(self) -> int:
-        """Exchanges that did not count, because what some rank's optimizer did was not finite."""
+        """As in `run.stats()`."""
         return self._discards.number
 
     @torch.no_grad()
