@@ -475,8 +475,8 @@ class UpdateRun(Run):
         return 1.0 if self._adam else sqrt(self.updates.world)
 
     def average(self) -> None:
-        self.updates.average()
-        self._averaged = self.updates.steps
+        if self.updates.average():
+            self._averaged = self.updates.steps
 
     def restart(self) -> None:
         self.updates.restart()
@@ -580,7 +580,8 @@ class UpdateRun(Run):
                 notices.say(
                     f"closed after {self.updates.steps} steps without run.average(): each rank keeps "
                     f"parameters of its own, here {100 * away:.2g} % away from the common ones",
-                    self.state.engine.speaker,
+                    # With a deadline it may be this rank alone.
+                    self.state.engine.speaker if self.updates.meetings is None else 0,
                 )
         self._closed = True
         self.updates.close()

@@ -14,6 +14,7 @@
  *   undo                          elastic.Attendance._undo
  *   apply                         elastic.Meetings.arrive; steps.Updates._apply
  *   save, load                    steps.Updates.state_dict, .load_state_dict; elastic.Meetings.is_old
+ *   patient, again                elastic.Meetings.average, .awaited
  *   leave                         rendezvous.Rounds.leave
  *
  * What a rank does before a round is a bit, its work. Work is in the rank's parameters (away), in its residual, or in
@@ -24,7 +25,8 @@
  * outer momentum, buffers, a store that is lost, and two processes of one rank at a time.
  *
  * Sizes: KILLS, of any rank or of VICTIM; GOES, rounds that each rank goes to; SLOW. FRESH: the ranks have no common
- * point yet. PARTLY: the codec may send no more than the residual.
+ * point yet. PARTLY: the codec may send no more than the residual. AVERAGES: the last round of each rank is run.average(),
+ * after which nothing is unsent.
  *
  * Programs that are broken, in each of which spin must find an error:
  *   ONEPHASE    a member applies the mean before all have said that they have it
@@ -33,6 +35,7 @@
  *   EARLY       a rank that is started again asks too early whether its last round counted
  *   OPENS       a rank without parameters opens a round, because none had any when it looked
  *   HASTY       a round takes place when the deadline has passed, also if a rank that is late has a newer point
+ *   MISSES      average() returns when its round has been closed
  *   PATIENT     no deadline
  *   UNLIMITED   no limit of an exchange
  */
@@ -308,7 +311,8 @@ inline apply() {
 
 active [RANKS] proctype Rank() {
     byte me = _pid, life, r;
-    bool same, joining, opens, behind;
+    bool same, joining, opens, behind, again;
+    byte patient;                /* rounds that it goes to in average(); then it misses none */
     byte goes, attempts, attended;
     byte mine, own_group;        /* this rank's version and process group */
     short point, away, residual; /* its work, by where it is */
@@ -341,6 +345,9 @@ train:
                 away = away | work(me, goes, life);
                 did = did | away;
                 goes++;
+#if defined(AVERAGES) && !defined(MISSES)
+                patient = (goes == (life -> 1 : GOES));
+#endif
                 if
                 :: kills > 0 && chosen(me) -> /* save */
                     saved_version = mine;
@@ -364,13 +371,19 @@ join:
 arrive:
         do
         :: atomic { !joining && !closed -> enter(); break }
-        :: atomic { !joining && closed -> /* it has missed the round */
+        :: atomic { !joining && !patient && closed -> /* it has missed the round */
                 next = next | bit(me);
                 behind = true;
                 attempts = 0;
                 goto train
             }
-        :: atomic { !joining && stuck -> unstick(); next = next | bit(me); behind = true; attempts = 0; goto train }
+        :: atomic { !joining && !patient && stuck ->
+                unstick();
+                next = next | bit(me);
+                behind = true;
+                attempts = 0;
+                goto train
+            }
         :: atomic { joining && !closed && may_join ->
                 enter();
 #ifndef EARLY
@@ -379,10 +392,10 @@ arrive:
                 opens = false;
                 break
             }
-        :: atomic { joining && closed && !in(me, next) -> next = next | bit(me) }
+        :: atomic { (joining || patient) && closed && !in(me, next) -> next = next | bit(me) }
         :: atomic { joining && !closed && !may_join && (!in(me, expected) || in(me, here)) -> step_back() }
         :: joining && opens && version > 0 -> opens = false
-        :: atomic { joining && stuck -> unstick() }
+        :: atomic { (joining || patient) && stuck -> unstick() }
         :: joining && version > 0 && trained == 0 -> goto leave /* an error: no rank that has parameters comes */
         od;
 
@@ -483,7 +496,14 @@ arrive:
         fi;
 
         if
-        :: atomic { number != number_here && last_number[me] == number_here -> apply(); goto train }
+        :: atomic { number != number_here && last_number[me] == number_here ->
+                again = patient && patient < RANKS && (expected & ~members) != 0;
+                apply();
+                if
+                :: again -> again = false; patient++; goto arrive /* one came too late */
+                :: else -> patient = 0; goto train
+                fi
+            }
         :: atomic { number != number_here && last_number[me] != number_here -> undo(); goto arrive }
         :: atomic { number == number_here && limit -> spend; advance(members, 0, false); undo(); goto arrive }
         fi
@@ -497,6 +517,8 @@ arrive:
         point = START(me);
         behind = false;
         opens = false;
+        patient = 0;
+        again = false;
         goes = 0;
         attempts = 0;
         attended = 0;
@@ -525,7 +547,10 @@ leave:
         left = left | bit(me);
         trained = trained & ~bit(me);
         /* Nothing is lost: what this rank did is in the common point, or still its own. */
-        assert((did & ~(point | away | residual)) == 0)
+        assert((did & ~(point | away | residual)) == 0);
+#ifdef AVERAGES
+        assert(away == 0 || goes == 0)
+#endif
     };
 over:
     skip

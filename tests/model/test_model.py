@@ -47,6 +47,9 @@ def explored(folder: Path, *defines: str, cycles: bool = False) -> str:
 SOUND = [
     # ranks that are late for a round, as the deadline may pass at any moment
     ("KILLS=0", "SLOW=0"),
+    # and none leaves before what it did is in a round
+    ("KILLS=0", "SLOW=0", "GOES=1", "AVERAGES"),
+    pytest.param(("KILLS=0", "SLOW=0", "AVERAGES"), marks=SLOW),
     # and the codec leaves a residual
     pytest.param(("KILLS=0", "SLOW=0", "PARTLY"), marks=SLOW),
     # and a message, or what a rank confirms, comes after the limit of the exchange
@@ -65,7 +68,7 @@ def test_the_protocol(defines: tuple[str, ...], tmp_path: Path) -> None:
     assert not explored(tmp_path, *defines)
 
 
-@pytest.mark.parametrize("defines", [SOUND[0], ("SLOW=0", "GOES=1", "VICTIM=2")], ids=" ".join)
+@pytest.mark.parametrize("defines", [*SOUND[:2], ("SLOW=0", "GOES=1", "VICTIM=2")], ids=" ".join)
 def test_every_run_ends(defines: tuple[str, ...], tmp_path: Path) -> None:
     assert not explored(tmp_path, *defines, cycles=True)
 
@@ -81,6 +84,7 @@ BROKEN = [
     (("REUSED", "PARTLY", "KILLS=0", "GOES=1"), OTHERS),
     (("HASTY", "KILLS=0", "SLOW=0"), LOST),
     (("OPENS", "FRESH", "KILLS=0", "SLOW=0", "GOES=1"), r"==origin\)"),
+    (("MISSES", "AVERAGES", "KILLS=0", "SLOW=0", "GOES=1"), r"\(\(away==0\)"),
     (("PATIENT", "SLOW=0", "GOES=1"), "invalid end state"),
     (("UNLIMITED", "SLOW=0", "GOES=1"), "invalid end state"),
     pytest.param(("EARLY", "SLOW=0", "VICTIM=2"), TWICE, marks=SLOW),

@@ -5,10 +5,13 @@ members sent and what they keep add up to what their optimizers did (late_ranks.
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
+import threading
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import on_ranks, run
+from heard import warned
 from late_ranks import EVERY, LIMIT, Job, examine, went
 from local_training import OPTIMIZERS, alike, error_of, flat, network, resumes, updates
 from local_training import train as train_on
@@ -319,6 +323,65 @@ def test_a_rank_without_a_point_waits_for_one_that_has_it(monkeypatch: pytest.Mo
 
     with pytest.raises(sidcomp.ExchangeError, match="rank 0 has no parameters"):
         one.meet(mine)
+
+
+@on_ranks(2)
+def test_average_reaches_all_ranks_although_one_comes_when_its_round_is_closed(rank: int, world: int) -> None:
+    """Else that rank would keep what it did to itself, and nobody would be told."""
+    module = network(0)
+    optimizer = OPTIMIZERS["SGD"](module.parameters())
+    with sidcomp.compress(module, optimizer, "none", every=EVERY, deadline=1.0) as it:
+        attendance = it.updates.meetings.attendance
+        conclude, look = attendance.rounds.conclude, attendance.rounds.look
+
+        def concludes(*given: Any) -> bool:
+            while attendance.version == 0 and 1 not in look()["next"]:
+                time.sleep(0.01)
+            return bool(conclude(*given))
+
+        attendance.rounds.conclude = concludes if rank == 0 else conclude
+        start = flat(module)
+        train_on(module, optimizer, rank, range(1))
+        did = [torch.empty_like(start) for _ in range(world)]
+        dist.all_gather(did, start - flat(module))
+        while rank == 1 and not look()["closed"]:
+            time.sleep(0.01)
+        it.average()
+        assert alike(module)
+        torch.testing.assert_close(start - flat(module), did[0] + did[1] / 2, rtol=1e-3, atol=1e-6)
+        assert it.updates.meetings.since == 1, "the next round is due when it was"
+
+
+def test_who_insists_on_a_round_waits_neither_for_another_rank_nor_for_ever() -> None:
+    store = dist.HashStore()
+    one, other = (rounds.Rounds(store, "key", rank, 2, "m", 0.1) for rank in range(2))
+
+    def mine(_: object) -> dict[str, Any]:
+        return {"version": -1, "empty": False, "group": ""}
+
+    meeting = other.meet(mine)
+    assert meeting is not None and meeting.members == [1] and one.meet(mine) is None
+    one.limit, one._unstick = 0.1, lambda _: None  # type: ignore[method-assign]
+    assert one.meet(mine, insists=True) is None, "the round is closed for longer than one can last"
+    one.limit = 30.0
+    threading.Timer(0.3, other.conclude, (meeting, False)).start()
+    found = one.meet(mine, insists=True)
+    assert found is not None and found.members == [0]
+
+
+@on_ranks(2)
+def test_an_average_without_this_rank_is_said(rank: int, world: int) -> None:
+    module, err = network(0), io.StringIO()
+    optimizer = OPTIMIZERS["SGD"](module.parameters())
+    it = sidcomp.compress(module, optimizer, "none", every=EVERY, deadline=5.0)
+    train_on(module, optimizer, rank, range(1))
+    it.updates.meetings.attendance.rounds.meet = lambda *_: None
+    with warned() as texts:
+        it.average()
+    assert any(f"rounds took place without rank {rank}" in text for text in texts), texts
+    with redirect_stderr(err):
+        it.close()
+    assert "closed after 1 steps without run.average()" in err.getvalue(), "not only on rank 0"
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=SLOW) for seed in range(2, 24))])

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from sidcomp import delta
+from sidcomp import delta, notices
 from sidcomp.errors import (
     CorruptPayloadError,
     DeltaError,
@@ -129,6 +129,10 @@ class Attendance:
         if back := [r for r in members if r not in before]:
             logger.warning("round %d takes place with %s again", outcome.version, name_ranks(back))
 
+    def awaited(self) -> bool:
+        """Whether a rank came to this rank's last round when that had been closed, and goes to the next."""
+        return not {*self.rounds.look()["expected"]} <= {*self._members}
+
     def leave(self) -> None:
         """Tells the others not to wait for this rank, unless nobody can be told any more."""
         with suppress(ExchangeError):
@@ -142,8 +146,10 @@ class Attendance:
         buffers: list[torch.Tensor],
         joins: bool = False,
         wait: float | None = None,
+        insists: bool = False,
     ) -> Outcome | None:
-        """Takes part in a round, in as many attempts as it takes. joins, wait: as in `Rounds.meet`."""
+        """Takes part in a round, in as many attempts as it takes. joins, wait, insists: as in
+        `Rounds.meet`."""
         for part in self.parts:
             part.measure_departure()
         self.finite = joins or finite([part.update for part in self.parts])
@@ -161,7 +167,7 @@ class Attendance:
         while attempts < _ATTEMPTS:
             attempts += 1
             try:
-                meeting = self.rounds.meet(mine, wait, joins)
+                meeting = self.rounds.meet(mine, wait, joins, insists)
             except Undone as e:
                 error = e
                 continue
@@ -379,12 +385,30 @@ class Meetings:
         return self.behind and not self.gone and self.attendance.rounds.opened()
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Goes to a round. With a delay it takes place in the background."""
+    def begin(self, insists: bool = False) -> None:
+        """Goes to a round. With a delay it takes place in the background. insists: as in `Rounds.meet`."""
         for v in self._vectors:
             v.mark()
         self.since, self.gone = 0, True
-        self.attendance.begin(self._buffers(), background=self._delay > 0)
+        self.attendance.begin(self._buffers(), background=self._delay > 0, insists=insists)
+
+    def average(self, land: Callable[[], None]) -> bool:
+        """Takes part in a round, and in one more if a rank came to it too late: else that would be left alone
+        with what it has not sent. land: applies the outcome. Returns False, with a warning, if all rounds
+        took place without this rank."""
+        since, rounds = self.since, self.attendance.rounds
+        for _ in range(rounds.world):
+            self.begin(insists=True)
+            land()
+            if self.behind or not self.attendance.awaited():
+                break
+        self.since = since  # the next round is due when it was
+        if self.behind:
+            notices.warn(
+                f"run.average(): for {3 * rounds.limit:.0f} s rounds took place without rank {rounds.rank}, "
+                "and only its own parameters have what it had not sent: call run.average() again"
+            )
+        return not self.behind
 
     @torch.no_grad()
     def arrive(self) -> bool:

@@ -142,14 +142,19 @@ class Rounds:
     # ---- a round
 
     def meet(
-        self, mine: Callable[[Record], dict[str, Any]], wait: float | None = None, joins: bool = False
+        self,
+        mine: Callable[[Record], dict[str, Any]],
+        wait: float | None = None,
+        joins: bool = False,
+        insists: bool = False,
     ) -> Meeting | None:
         """Arrives, and waits until the round is closed. Returns None if it had been closed already; the rank
         is then expected in the next one. Raises Undone if it is given up before this rank has seen that.
 
         mine: "version", "empty" and "group" of this rank, given the record. joins: this rank has no
         parameters. Once the run has begun, it waits until a rank that has some arrives, and never returns
-        None.
+        None. insists: if the round had been closed, waits for the next one. None: each has been, for longer
+        than one can last.
         """
         wait, began = self.deadline if wait is None else wait, time.monotonic()
         number = -1  # of the round in which this rank has arrived
@@ -176,10 +181,10 @@ class Rounds:
             waited = time.monotonic() - began
             if number < 0:
                 self._unstick(record)
-                if not joins:
+                if not joins and not (insists and waited <= 3 * self.limit):
                     return None
                 alone = record["expected"] == [self.rank] and not record["closed"] and waited > wait
-                record = self._arrive_later(arrive, waited, alone)
+                record = self._arrive_later(arrive, waited if joins else 0.0, alone)
                 began = time.monotonic() if number >= 0 else began
             elif not _founded(record):
                 record = self._arrive_later(arrive, waited)

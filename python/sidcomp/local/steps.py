@@ -446,7 +446,7 @@ class Updates:
             self._loaded.forget()  # what was loaded inside is gone
 
     @torch.no_grad()
-    def average(self) -> None:
+    def average(self) -> bool:
         """Averages what all ranks have done, uncompressed, so that no error is left and all ranks have the
         same parameters, those of the point. Call it at the end of training, or before the number of ranks
         changes, on every rank at the same point. The mean itself moves the point, and `outer` does not step.
@@ -454,20 +454,20 @@ class Updates:
 
         With error="memory" and a memory that holds something else than what was not sent (such as "dgc",
         "momentum" or marsit's), this is one more compressed exchange; with a deadline, too, with the ranks
-        that come, and by `outer`. Nothing is lost, but what was not sent stays in the memory."""
+        that come, and by `outer`. Nothing is lost, but what was not sent stays in the memory. Returns False
+        if all rounds took place without this rank."""
         open_engine(self.state)
         self.trained.check()
         self._shown.refuse("average() was called")
         if self._loaded.replaced():
             self.restart()
         self.land()
-        if self.meetings is not None or not errors.alone(self.state.settings):
-            since = self.meetings.since if self.meetings is not None else 0
+        if self.meetings is not None:
+            return self.meetings.average(self.land)
+        if not errors.alone(self.state.settings):
             self._launch(self._schedule.all)
             self.land(plain=True)
-            if self.meetings is not None:
-                self.meetings.since = since
-            return
+            return True
         if self.noise is not None:
             self.noise.land()
         engine = self.state.engine
@@ -484,6 +484,7 @@ class Updates:
             v.base.copy_(v.point)
             v.resume(keep=False)
         broadcast(list(self.module.buffers()), self._group)
+        return True
 
     @torch.no_grad()
     def restart(self) -> None:
