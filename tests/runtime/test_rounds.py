@@ -20,7 +20,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import on_ranks, run
-from heard import warned
+from heard import logged, warned
 from late_ranks import EVERY, LIMIT, Job, examine, went
 from local_training import OPTIMIZERS, alike, error_of, flat, network, resumes, updates
 from local_training import train as train_on
@@ -382,6 +382,21 @@ def test_an_average_without_this_rank_is_said(rank: int, world: int) -> None:
     with redirect_stderr(err):
         it.close()
     assert "closed after 1 steps without run.average()" in err.getvalue(), "not only on rank 0"
+
+
+@on_ranks(2)
+def test_a_rank_that_has_left_is_not_said_to_be_late(rank: int, world: int) -> None:
+    module, lines = network(0), logged()
+    optimizer = OPTIMIZERS["SGD"](module.parameters())
+    with sidcomp.compress(module, optimizer, "none", every=EVERY, deadline=5.0) as it:
+        rounds = it.updates.meetings.attendance.rounds
+        while rank == 1 and 0 not in rounds.look()["left"]:
+            time.sleep(0.01)
+        if rank == 1:
+            train_on(module, optimizer, rank, range(EVERY))
+    assert rank == 0 or [x for x in lines if "takes place" in x] == [
+        "round 1 takes place without rank 0, which ended"
+    ]
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=SLOW) for seed in range(2, 24))])

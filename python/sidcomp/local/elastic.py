@@ -38,7 +38,7 @@ logger = logging.getLogger("sidcomp")
 
 
 class Outcome(NamedTuple):
-    """A round that counts. Everything in it has the same bits on all members.
+    """A round that counts. Everything in it but `left` has the same bits on all members.
 
     members     ranks
     version     that of the common point which it leads to
@@ -46,6 +46,7 @@ class Outcome(NamedTuple):
     buffers     those of the member whose common point it was
     exchanged   the parts' updates hold the mean of the members; if not, none had anything to add
     scale       what the mean must be multiplied by, so that only those count who had something to add
+    left        ranks that had ended, and said so, when this rank saw that the round was closed
     """
 
     members: list[int]
@@ -54,6 +55,7 @@ class Outcome(NamedTuple):
     buffers: list[torch.Tensor]
     exchanged: bool
     scale: float
+    left: list[int]
 
 
 class Attendance:
@@ -123,9 +125,14 @@ class Attendance:
             logger.warning(text, rank, outcome.version - 1 - self.version)
         if rank != members[0]:
             return
-        if lost := [r for r in before if r not in members]:
-            text = "round %d takes place without %s, which did not come in time: look at the output there"
-            logger.warning(text, outcome.version, name_ranks(lost))
+        absent = {*before} - {*members}
+        for which, why in (
+            (absent - {*outcome.left}, "which did not come in time: look at the output there"),
+            (absent & {*outcome.left}, "which ended"),
+        ):
+            if which:
+                text = "round %d takes place without %s, %s"
+                logger.warning(text, outcome.version, name_ranks(sorted(which)), why)
         if back := [r for r in members if r not in before]:
             logger.warning("round %d takes place with %s again", outcome.version, name_ranks(back))
 
@@ -255,6 +262,7 @@ class Attendance:
             agreed,
             contributors > 0,
             len(meeting.members) / max(1, contributors),
+            meeting.left,
         )
 
     def _keep(self, meeting: Meeting, newest: int) -> tuple[int, list[torch.Tensor]] | None:

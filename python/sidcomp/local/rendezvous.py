@@ -52,6 +52,7 @@ class Meeting(NamedTuple):
     version     the newest that any rank has ever had
     group       the name of the process group: that of an earlier round, if all members have it
     away        versions of ranks that are expected to come back
+    left        ranks that have ended, and said so
     """
 
     number: int
@@ -61,6 +62,7 @@ class Meeting(NamedTuple):
     version: int
     group: str
     away: list[int]
+    left: list[int]
 
 
 class Rounds:
@@ -325,7 +327,8 @@ def _meeting(r: Record) -> Meeting:
     versions = [a["version"] for a in arrived]
     empty = [a["empty"] for a in arrived]
     away = [v for rank, (_, v) in r["last"].items() if int(rank) not in (*members, *r["left"])]
-    return Meeting(r["number"], members, versions, empty, max(r["version"], *versions), r["group"], away)
+    version = max(r["version"], *versions)
+    return Meeting(r["number"], members, versions, empty, version, r["group"], away, r["left"])
 
 
 def _founded(r: Record) -> bool:
