@@ -7,6 +7,7 @@ import copy
 import io
 from contextlib import nullcontext, redirect_stderr
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,6 +245,42 @@ def test_with_a_deadline_a_nan_costs_its_rank_alone_what_it_did() -> None:
         assert not r["said"] and r["discarded"] == rank and r["finite"]
         assert all(x == x for x in r["losses"][14:]) and r["losses"][-1] < 0.7 * r["losses"][0]
         assert any("the optimizer of rank 1 did, which was not finite" in x for x in r["log"]) is (rank == 1)
+
+
+IN_FLIGHT: dict[str, dict[str, Any]] = {
+    "parameters": KINDS["delay"],
+    "memory": {"codec": "none", "every": 2, "delay": 1, "options": KEPT},
+    "parts": {**KINDS["parts"], "delay": 1},
+}
+
+
+def nan_in_flight(rank: int, world: int, folder: str, kind: str) -> list[Any]:
+    """Saves while what rank 1 did is in flight and not finite, and goes on; then another object resumes."""
+    out = []
+    for first in (True, False):
+        module = network(0 if first else 5)
+        optimizer = adamw(module)
+        with sidcomp.compress(module, optimizer, **IN_FLIGHT[kind]) as it:
+            if first:
+                train(module, optimizer, rank, range(6), nan=5)
+                assert it.updates.flying  # type: ignore[attr-defined]
+                it.save(folder)
+            else:
+                assert it.load(folder)
+            assert bool(flat(module).isfinite().all()) is (rank == 0)
+            train(module, optimizer, rank, range(6, 11))
+            own = flat(module)
+            with it.common():
+                out.append([own, flat(module), it.stats()["discarded"]])
+    return out
+
+
+@pytest.mark.parametrize("kind", IN_FLIGHT)
+def test_a_checkpoint_with_a_nan_in_flight_resumes(tmp_path: Path, kind: str) -> None:
+    """The resumed run discards the exchange, as the run does that goes on."""
+    for whole, resumed in run(nan_in_flight, 2, str(tmp_path), kind):
+        assert bool(whole[0].isfinite().all()) and whole[2] == resumed[2] == 1
+        assert torch.equal(whole[0], resumed[0]) and torch.equal(whole[1], resumed[1])
 
 
 def test_a_nan_in_every_step_ends_the_run() -> None:

@@ -144,12 +144,14 @@ def check(updates: Updates, saved: object, step: int) -> list[int]:
     flying = updates.of(together)
     check_values(saved["point"], named_values(updates.vectors, "point"), "common point")
     moved = updates.vectors if updates.error == "parameters" else flying
-    check_values(saved["base"], named_values(moved, "own"), '"base"')
+    discarded = bool(flying) and saved["in flight"]["discarded"]
+    # of an exchange that is discarded it has where the parameters were, some of which were not finite
+    check_values(saved["base"], named_values(moved, "own"), '"base"', nan=discarded)
     bases = named_values(_with_base(updates.vectors, flying), "point")
     check_values(saved["base"], {n: x for n, x in bases.items() if n in saved["base"]}, '"base"')
     if saved["own"]:  # which may have what the next exchange discards
         check_values(saved["own"], named_values(updates.vectors, "own"), '"own"', nan=True)
-    if flying and not saved["in flight"]["discarded"]:
+    if flying and not discarded:
         check_values(saved["in flight"]["update"], named_values(flying, "update"), 'update "in flight"')
     alone = saved["noise"] is None and saved["world"] == 1  # one rank measures nothing
     if updates.noise is not None and not alone:
