@@ -434,8 +434,8 @@ class UpdateRun(Run):
         super().__init__(module, optimizers)
         self._choosing: Choosing | None = None
         longer = may_wait and accuracy in ("close", "any")
-        if chooses and self.updates.world > 1:
-            self._choosing = self.updates.observer = Choosing(self.updates, adam, arguments, longer)
+        if chooses:
+            self._choosing = Choosing(self.updates, adam, arguments, longer)
         self._scaler = enabled(scaler)
         self._averaged = -1  # the number of steps at the last `average`
         self._closed = False
@@ -504,7 +504,9 @@ class UpdateRun(Run):
             if not pair or tuple(chosen) not in (*CANDIDATES, *WITH_SGD):
                 raise CheckpointError(f'"chosen" is {chosen!r}, which is nothing that "auto" chooses')
         updates, own = self.updates, self.updates.every
-        observer = updates.observer if chosen is not None else None
+        observer = self._choosing if chosen is not None else None
+        if observer is not None and observer.spec is not None:
+            observer = None  # it has chosen
         its: Any = saved["updates"].get("every") if isinstance(saved["updates"], dict) else None
         every: int = its if observer is not None and observer.waits(its) else own
         try:

@@ -51,6 +51,9 @@ class Target(Protocol):
     @property
     def elements(self) -> int: ...
 
+    @property
+    def world(self) -> int: ...
+
     def wait(self, every: int) -> None:
         """Exchanges once in so many steps from now on."""
 
@@ -60,8 +63,9 @@ class Target(Protocol):
 
 class Choosing:
     """Watches the first steps, in which updates travel uncompressed, and then lets the run go on with the
-    codec that it chooses. adam: an optimizer is Adam or a relative of it. arguments: of every State, beside
-    codec and parameters. longer: whether it may choose more steps between two exchanges, too."""
+    codec that it chooses. One rank alone has nothing to measure, but takes what a checkpoint of several has
+    chosen. adam: an optimizer is Adam or a relative of it. arguments: of every State, beside codec and
+    parameters. longer: whether it may choose more steps between two exchanges, too."""
 
     def __init__(self, target: Target, adam: bool, arguments: Mapping[str, Any], longer: bool) -> None:
         self._target, self._arguments, self._longer = target, dict(arguments), longer
@@ -69,8 +73,11 @@ class Choosing:
         self._ended: float | None = None  # when the last step had ended
         self._steps: list[float] = []  # seconds without exchange
         self.spec: CodecSpec | None = None  # what was chosen
-        self.why = f"still measuring: the first {_STEPS} updates are sent uncompressed"
-        target.state.engine.announced = True  # the line that nothing is compressed would be no news
+        self.why = "one rank sends nothing"
+        if target.world > 1:
+            target.observer = self
+            self.why = f"still measuring: the first {_STEPS} updates are sent uncompressed"
+            target.state.engine.announced = True  # the line that nothing is compressed would be no news
 
     def computed(self) -> None:
         """A step has been computed. Its exchange may come now."""
