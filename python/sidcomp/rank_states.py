@@ -8,6 +8,7 @@ them refuse states of different runs or steps, and all of them learn that a rank
 import io
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -88,24 +89,61 @@ def write_together(
     group = group_of(state)
     pending = folder / f"{_PENDING}{_part_of(state)}"  # the ranks of each shard remove their own
     new, final = (_own_file(each, state, model) for each in (pending, folder))
+    former = new.with_suffix(".former")
+
+    def prepare() -> None:
+        write(pending, state, run, model, beside)
+        _keep(final, former)
+
+    def move() -> None:
+        try:
+            os.replace(new, final)
+        except OSError as e:
+            raise CheckpointError(f"cannot write {final}: {e.strerror}") from e
+
+    moved = False
+    try:
+        _together(prepare, group, peers)
+        moved = True
+        _together(move, group, peers)
+    except CheckpointError:
+        with suppress(OSError):  # `load` refuses files of different steps
+            if moved and not new.exists():
+                os.replace(former, final) if former.exists() else final.unlink()
+        raise
+    finally:
+        with suppress(OSError):  # another rank has removed the folder, or it is on another machine
+            new.unlink(missing_ok=True)
+            former.unlink(missing_ok=True)
+            pending.rmdir()  # the last rank does
+
+
+def _together(do: Callable[[], None], group: dist.ProcessGroup, peers: Peers) -> None:
+    """Has all ranks do it. Raises CheckpointError on every rank if one cannot, and says which one and why."""
     problem = ""
     try:
-        write(pending, state, run, model, beside)
+        do()
     except Exception as e:
         problem = f"rank {dist.get_rank(group)}: {e}"
     told: list[Any] = [None] * dist.get_world_size(group)
     with exchanging("saving"):
         dist.all_gather_object(told, problem, group)
     if not peers.all_agree(not any(told)):
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-            new.parent.rmdir()  # the last rank does
         raise CheckpointError(next(filter(None, told), "a rank with another shard could not write its file"))
-    os.replace(new, final)
-    with exchanging("saving"):
-        dist.barrier(group)
-    with suppress(OSError):  # another rank has removed it, or it is on another machine
-        new.parent.rmdir()
+
+
+def _keep(path: Path, name: Path) -> None:
+    """Gives the file, if there is one, a second name, under which it stays when the first is replaced."""
+    name.unlink(missing_ok=True)  # of a save that was killed
+    if not path.exists():
+        return
+    try:
+        os.link(path, name)
+    except OSError:
+        try:  # a folder, or a disk without links
+            shutil.copyfile(path, name)
+        except OSError as e:
+            raise CheckpointError(f"cannot replace {path}: {e.strerror}") from e
 
 
 def load(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
+import os
 import warnings
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,7 +155,9 @@ def test_each_shard_has_files_of_its_own(tmp_path: Path, updates: bool) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
-def a_shard_cannot_write(rank: int, world: int, folder: str, updates: bool) -> tuple[str, bool]:
+def a_shard_cannot_write(
+    rank: int, world: int, folder: str, updates: bool, replaces: bool
+) -> tuple[str, bool]:
     module, optimizer, made = sharded(replicas_of_shards(), updates)
     with made as it:
         train(module, optimizer, rank, range(1))
@@ -160,9 +165,9 @@ def a_shard_cannot_write(rank: int, world: int, folder: str, updates: bool) -> t
         dist.barrier()
         before = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
         train(module, optimizer, rank, range(1, 2))
-        if rank == 3:
+        if rank == 3 and not replaces:
             rank_states.write = no_room  # type: ignore[assignment]
-        with pytest.raises(sidcomp.CheckpointError) as caught:
+        with stale(rank == 3 and replaces), pytest.raises(sidcomp.CheckpointError) as caught:
             it.save(folder)
         dist.barrier()
         return str(caught.value), before == {p.name: p.read_bytes() for p in Path(folder).iterdir()}
@@ -172,10 +177,11 @@ def no_room(*_: Any) -> None:
     raise sidcomp.CheckpointError("no space left on the device")
 
 
-@pytest.mark.parametrize("updates", [False, True])
-def test_if_one_shard_cannot_write_all_files_stay(tmp_path: Path, updates: bool) -> None:
-    for rank, (said, same) in enumerate(run(a_shard_cannot_write, 4, str(tmp_path), updates)):
-        assert ("no space left" if rank % 2 else "another shard could not write") in said
+@pytest.mark.parametrize(("updates", "replaces"), [(False, False), (True, False), (True, True)])
+def test_if_one_shard_cannot_write_all_files_stay(tmp_path: Path, updates: bool, replaces: bool) -> None:
+    why = "Stale file handle" if replaces else "no space left"
+    for rank, (said, same) in enumerate(run(a_shard_cannot_write, 4, str(tmp_path), updates, replaces)):
+        assert (why if rank % 2 else "another shard could not write") in said
         assert same
 
 
@@ -290,6 +296,67 @@ def one_cannot_write(rank: int, world: int, folder: str) -> None:
 
 def test_all_ranks_save_and_load_or_none(tmp_path: Path) -> None:
     run(one_cannot_write, 2, str(tmp_path))
+
+
+def one_cannot_replace(rank: int, world: int, folder: str) -> None:
+    """All ranks have written their files, and rank 1 cannot put its own into the place of the one before."""
+    ddp = DistributedDataParallel(network())
+    optimizer = sgd(ddp)
+    with sidcomp.compress(ddp, optimizer, "topk", density=0.1) as it:
+        with stale(rank == 1), pytest.raises(sidcomp.CheckpointError, match=r"^rank 1: .*Stale"):
+            it.save(folder)
+        dist.barrier()
+        assert not list(Path(folder).iterdir())
+        train(ddp, optimizer, rank, range(2))
+        it.save(folder)
+        before = contents(folder)
+        train(ddp, optimizer, rank, range(2, 4))
+        with stale(rank == 1), pytest.raises(sidcomp.CheckpointError, match=r"^rank 1: .*rank1.pt: Stale"):
+            it.save(folder)
+        assert contents(folder) == before and it.load(folder)
+        dist.barrier()
+        own = Path(folder) / "sidcomp-rank1.pt"
+        if rank == 1:
+            own.unlink()
+            own.mkdir()
+        with pytest.raises(sidcomp.CheckpointError, match=r"^rank 1: .*rank1.pt: Is a directory"):
+            it.save(folder)
+        dist.barrier()
+        assert own.is_dir() and len(list(Path(folder).iterdir())) == 2
+        if rank == 1:
+            own.rmdir()
+        dist.barrier()
+        it.save(folder)
+        assert contents(folder) != before and len(contents(folder)) == 2 and it.load(folder)
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    """What the ranks' files hold, once all ranks have come here."""
+    dist.barrier()
+    out = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+    dist.barrier()
+    return out
+
+
+@contextmanager
+def stale(here: bool) -> Iterator[None]:
+    """On this rank a file that was written cannot be moved out of its folder, as on a disk that is gone."""
+    move = os.replace
+
+    def replace(old: Any, new: Any) -> None:
+        if Path(old).parent != Path(new).parent:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        move(old, new)
+
+    os.replace = replace if here else move
+    try:
+        yield
+    finally:
+        os.replace = move
+
+
+def test_a_file_that_cannot_be_replaced_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    run(one_cannot_replace, 2, str(tmp_path))
 
 
 @on_ranks(2)
