@@ -151,6 +151,27 @@ def test_a_loop_that_toggles_ddps_averaging_changes_nothing() -> None:
         assert torch.equal(a[1], b[1])
 
 
+@on_ranks(2)
+def test_an_optimizer_that_was_not_given_trains_no_rank_alone(rank: int, world: int) -> None:
+    module = network()
+    optimizer, other = adamw(module), sgd(module)
+    with sidcomp.compress(module, optimizer, "int4") as it:
+        train(module, optimizer, rank, range(2))
+        with it.common():
+            train(module, other, rank, range(3))  # which is undone
+        train(module, other, rank, range(2, 3))
+        train(module, optimizer, rank, range(3, 4))  # sends both
+        said = caught(lambda: train(module, other, rank, range(4, 9)))
+        assert "SetupError: SGD has parameter '0.weight'" in said and "no step of AdamW" in said
+        assert it.updates.steps == 3  # type: ignore[attr-defined]
+        it.average()
+        assert alike(module)
+    train(module, other, rank, range(9, 12))
+    with sidcomp.compress(module, other, "int4") as it:
+        train(module, other, rank, range(9, 12))
+        assert it.updates.steps == 3  # type: ignore[attr-defined]
+
+
 # ---- arguments
 # ------------------------------------------------------------------------------------------------------------
 

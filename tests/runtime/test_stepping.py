@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from heard import warned
-from sidcomp.errors import ArgumentError, UnsupportedError
+from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.local.stepping import Stepping
 from sidcomp.runtime.optimizers import chains
 from torch.distributed.checkpoint.state_dict import _init_optim_state, get_optimizer_state_dict
@@ -18,8 +18,11 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state, get_optim
 class Owner:
     """Notes what it is told, and where the parameter is then."""
 
+    idle = False
+
     def __init__(self, p: torch.nn.Parameter) -> None:
         self.p, self.calls = p, [("made", float(p.detach()[0]))]
+        self.names = {id(p): "p"}
 
     def before(self) -> None:
         self.calls.append(("before", float(self.p.detach()[0])))
@@ -273,6 +276,105 @@ def test_it_lives_as_long_as_its_optimizer_and_closes() -> None:
     del optimizer
     gc.collect()
     assert kept() is None
+
+
+def test_an_optimizer_that_takes_the_place_of_the_given_one_is_refused() -> None:
+    p = parameter()
+    owner, optimizer, other = Owner(p), sgd(p), torch.optim.AdamW([p])
+    stepping = Stepping(owner, chains(optimizer))
+    for _ in range(2):
+        other.step()
+        before = p.clone()
+        for _ in range(2):
+            with pytest.raises(SetupError, match=r"^AdamW has parameter 'p' .* no step of SGD"):
+                other.step()
+        assert torch.equal(p, before)
+        optimizer.step()
+    stepping.close()
+    for _ in range(3):
+        other.step()
+    assert owner.steps == 2
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper that has hooks of its own, and takes two of the steps inside in each of its own."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        super().__init__(inside.param_groups, {})
+        self.inside, self.taken = {"some": [inside]}, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            closure()
+        for _ in range(2):
+            self.inside["some"][0].step()
+
+
+class Seldom(Around):
+    """Steps inside in every third step of its own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.taken += 1
+        if self.taken % 3 == 0:
+            super().step(closure)
+
+
+def with_others(p: torch.nn.Parameter, way: str) -> tuple[Any, Callable[[], Any]]:
+    """An optimizer to give, and what a program does in each step, in which others step on the parameter."""
+    given, other = sgd(p), torch.optim.AdamW([p], lr=1e-3)
+    if way == "around it":
+        return given, Around(given).step
+    if way == "seldom":
+        return given, Seldom(given).step
+    if way == "inside it":
+        around = Around(given)
+        return around, around.step
+    if way == "in its closure":
+        return given, lambda: given.step(lambda: (other.step(), other.step()))  # type: ignore
+    if way == "skipped":
+        p.grad = torch.full_like(p, float("inf"))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.zeros(()))
+        return given, lambda: (scaler.step(given), scaler.update(), other.step())
+    if way == "turns":
+        return given, lambda: (other.step(), given.step())
+    if way == "only for a state":
+        return given, lambda: (_init_optim_state(other), _init_optim_state(other))
+    if way == "deep copy":
+        return given, copy.deepcopy(other).step
+    return given, sgd(parameter()).step  # another model's
+
+
+WAYS = ["around it", "seldom", "inside it", "in its closure", "skipped", "turns", "only for a state"]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "deep copy", "another model's"])
+def test_others_that_do_not_train_alone_may_step(way: str) -> None:
+    p = parameter()
+    owner = Owner(p)
+    optimizer, step = with_others(p, way)
+    Stepping(owner, chains(optimizer))
+    for _ in range(7):
+        step()
+    counts = {"seldom": 4, "in its closure": 7, "around it": 14, "inside it": 7, "skipped": 7, "turns": 7}
+    assert owner.steps == counts.get(way, 0)
+
+
+def test_others_may_step_where_nothing_is_exchanged_or_the_run_is_gone() -> None:
+    p = parameter()
+    owner, optimizer, other = Owner(p), sgd(p), torch.optim.AdamW([p])
+    Stepping(owner, chains(optimizer))
+    owner.idle = True
+    for _ in range(3):
+        other.step()
+    owner.idle = False
+    gc.disable()  # the run is a circle, which is collected some time later
+    try:
+        del owner, optimizer
+        for _ in range(3):
+            other.step()
+    finally:
+        gc.enable()
 
 
 def test_what_has_no_hooks_is_refused() -> None:

@@ -1,6 +1,7 @@
 """The common parameters in the module, for a while."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -35,6 +36,16 @@ class Shown:
         own, self._own = self._own, []
         for v, kept in zip(self._vectors, own, strict=True):
             torch._foreach_copy_(v.parameters, kept)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """This rank's own parameters are in the module, for a while."""
+        inside = bool(self)
+        if inside:
+            self.hide()
+        yield
+        if inside:
+            self.show()
 
     def refuse(self, what: str) -> None:
         """Raises SetupError if the point is in the module, because `what` would be undone by `hide`."""

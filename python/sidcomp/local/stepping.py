@@ -1,9 +1,10 @@
 """Notices each step of training by the optimizers' own hooks, so that the training loop stays as it is."""
 
 import functools
+import gc
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -11,13 +12,23 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import notices
-from sidcomp.errors import ArgumentError, UnsupportedError
+from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
+from sidcomp.runtime.optimizer_watch import Looking
+from sidcomp.runtime.optimizers import wraps
 
 _MOST = 100  # steps of one optimizer while another one does not step
 
 
 class Owner(Protocol):
     """Exchanges what the optimizers did."""
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """Of the parameters that are exchanged, by their ids."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that an optimizer does now is to be exchanged."""
 
     def before(self) -> None:
         """Called before the first optimizer of a step moves a parameter."""
@@ -48,6 +59,11 @@ class Stepping:
         self._calls = [0] * len(chains)  # of each optimizer's own step
         self._waited = 0  # steps of some optimizers, since all had stepped
         self._kinds = [type(links[-1]).__name__ for links in chains]
+        self._given = {id(link) for links in chains for link in links}
+        self._inside: set[int] = set()  # the optimizers that step at present
+        self._turn = 0  # steps that one of the optimizers has begun, or skipped
+        # of others that train the same parameters: the turn in which each stepped last
+        self._others: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for links in chains:
             if not hasattr(links[-1], "register_step_post_hook"):
                 raise UnsupportedError(
@@ -63,6 +79,7 @@ class Stepping:
             self._hooks.append(last.register_step_post_hook(outside(self._end)))
             for link in links:
                 _of[link] = [(weakref.ref(one), i) for one, i in (*_steppings(link), (self, index))]
+        self._looking = _NotGiven(self.other, ())
 
     @property
     def open(self) -> bool:
@@ -72,13 +89,17 @@ class Stepping:
         """Notices no step from now on."""
         for hook in self._hooks:
             hook.remove()
+        self._looking.remove()
         self._owner = None
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self, optimizer: Any, *_: Any) -> None:
         if self._owner is not None and not self._stepped and not _makes_state():
             self._owner.before()
+        self._turn += 1
+        self._inside.add(id(optimizer))
 
     def _end(self, optimizer: Any, *_: Any) -> None:
+        self._inside.discard(id(optimizer))
         index = self._all[id(optimizer)]
         self._calls[index] += 1
         if not _makes_state():
@@ -111,7 +132,50 @@ class Stepping:
         """A scaler has skipped the step of this optimizer."""
         if self._owner is not None and not self._stepped:
             self._owner.before()
+        self._turn += 1
         self._count(index)
+
+    def other(self, optimizer: Any) -> str | None:
+        """Called before a step of any optimizer in the process. Returns what is wrong with it, "" if nothing
+        is, and None if it is none that could train the parameters without those that were given.
+
+        The next step of those exchanges what it does, too. So only its second step before that one is wrong:
+        then each rank trains alone."""
+        owner = self._owner
+        if owner is None or wraps(optimizer, self._given):
+            return None
+        has = (owner.names.get(id(p)) for of in optimizer.param_groups for p in of["params"])
+        if (name := next(filter(None, has), None)) is None:
+            return None
+        if self._inside or owner.idle or _makes_state():  # inside: a wrapper's own step takes it
+            return ""
+        if self._others.get(optimizer) != self._turn:
+            self._others[optimizer] = self._turn
+            return ""
+        kind, given = type(optimizer).__name__, " and ".join(self._kinds)
+        return (
+            f"{kind} has parameter {name!r} and would step a second time, and no step of {given}, which "
+            f"sidcomp.compress was given, came in between: nothing exchanges what {kind} does. If it takes "
+            "the place of another optimizer, call run.average() and run.close(), and sidcomp.compress with "
+            "it; else give sidcomp.compress all optimizers as a list"
+        )
+
+
+class _NotGiven(Looking):
+    """Watches for an optimizer that trains the parameters alone, and was not given."""
+
+    def look(self, optimizer: Any) -> bool:
+        said = self._ask(optimizer)
+        if said:
+            gc.collect()  # a run whose optimizers are gone has ended
+            said = self._ask(optimizer)
+        if said:
+            raise SetupError(said)
+        return said is not None
+
+    def _ask(self, optimizer: Any) -> Any:
+        ask = self._tell()
+        return ask(optimizer) if ask is not None else None
 
 
 def _makes_state() -> bool:

@@ -166,6 +166,7 @@ class Updates:
         self.outer = make_outer(self._make_outer, self.vectors)
         how = self._noise_correction
         self._correction = Correction(self.vectors, whole, self._optimizers, how, in_memory)
+        self.names = {id(p): name for name, p in whole.items()}
         self.trained = Trained(self.module, whole, self._optimizers, moves=bool(self.shards.part))
         self._shown = Shown(self.vectors, self.find)
         return named
@@ -221,6 +222,10 @@ class Updates:
         return place[1] if place is not None else dist.get_world_size(self._group)
 
     # ---- training
+
+    @property
+    def idle(self) -> bool:
+        return self.state.engine.closed or bool(self._shown)
 
     def before(self) -> None:
         """Called before the optimizers step. Raises SetupError before a parameter has moved."""
@@ -541,13 +546,8 @@ class Updates:
             future.wait()
         self.find()
         self.state.engine.quiet()
-        inside = bool(self._shown)
-        if inside:
-            self._shown.hide()
-        saved = saved_updates.save(self)
-        if inside:
-            self._shown.show()
-        return saved
+        with self._shown.hidden():
+            return saved_updates.save(self)
 
     def check(self, saved: Any, step: int) -> list[int]:
         """Raises an error if `load_state_dict` cannot load it behind a State's dictionary of this step, and

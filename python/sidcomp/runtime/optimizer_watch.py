@@ -221,7 +221,7 @@ class Looking:
     waits: ClassVar[bool] = False  # until a step of the engine has begun
     _all: ClassVar["weakref.WeakSet[Looking]"] = weakref.WeakSet()
 
-    def __init__(self, tell: Callable[[Any], None], parameters: Collection[int]) -> None:
+    def __init__(self, tell: Callable[[Any], object], parameters: Collection[int]) -> None:
         """tell: a method, whose object is not kept alive. It is called once, with the optimizer, before the
         parameters move. parameters: their ids."""
         for other in [x for x in self._all if x.over]:  # whose States were collected
@@ -240,15 +240,18 @@ class Looking:
         if self._told or (self.waits and not self.begun) or torch.compiler.is_compiling():
             return
         seen = self._seen.get(id(optimizer))
-        if seen is not None and seen() is optimizer:
-            return
-        self._seen[id(optimizer)] = weakref.ref(optimizer)
+        if (seen is None or seen() is not optimizer) and not self.look(optimizer):
+            self._seen[id(optimizer)] = weakref.ref(optimizer)
+
+    def look(self, optimizer: Any) -> bool:
+        """Looks at an optimizer's step. Returns whether to look at its next one, too."""
         tell = self._tell()
         if tell is None or not self.wants(optimizer):
-            return
+            return False
         if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
             self._told = True
             tell(optimizer)
+        return False
 
     @property
     def over(self) -> bool:

@@ -86,6 +86,22 @@ def _unwrapped(optimizer: Any, around: list[Any]) -> list[Any]:
     return [optimizer, *max(inside, key=len)]  # it may also hold what is inside another one
 
 
+def wraps(optimizer: Any, others: Collection[int]) -> bool:
+    """Whether it is one of these optimizers, given by their ids, or holds one, in whatever lists and
+    dictionaries."""
+    seen: set[int] = set()
+    left: list[Any] = [optimizer]
+    while left:
+        one = left.pop()
+        if id(one) in others:
+            return True
+        inside = vars(one) if isinstance(one, torch.optim.Optimizer) else one
+        if id(one) not in seen and isinstance(inside, dict | list | tuple):
+            seen.add(id(one))
+            left += inside.values() if isinstance(inside, dict) else inside
+    return False
+
+
 def _held(optimizer: Any) -> list[Any]:
     """The optimizers in the attributes, also those in lists and dictionaries."""
     found: list[Any] = []
