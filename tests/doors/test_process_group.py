@@ -452,6 +452,93 @@ def test_what_is_all_reduced_after_backward_is_exact_and_it_says_so(kind: str) -
         assert not texts or "add outside=True to SIDCOMP" in texts[0]
 
 
+def one_rank_alone(rank: int, world: int, kind: str) -> list[int]:
+    """The first rank has backward passes that the other one does not have: it counts operations, say."""
+    model, other = network(), network(1, 50)
+    trained = DistributedDataParallel(model) if kind == "ddp" else model
+    sgd, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+
+    def alone() -> None:
+        if rank == 0:
+            network(2)(torch.ones(2, 12)).sum().backward()
+
+    def exact() -> None:
+        x = torch.full((len(flat(model)),), 1.0 + rank)
+        dist.all_reduce(x)
+        assert torch.equal(x, torch.full_like(x, world * (world + 1) / 2))
+
+    alone()
+    exact()
+    for step in range(STEPS):
+        sgd.zero_grad()
+        if step == 8:
+            alone()
+        backward(trained, rank, step)
+        if kind == "outside":
+            average_flat(model)
+        if step in (1, 4, 6):
+            alone()
+        sgd.step()
+        alone()
+        exact()
+        for p in other.parameters():
+            p.grad = torch.ones_like(p)
+        second.step()
+    assert alike(model)
+    return steps_of()
+
+
+@pytest.mark.parametrize(("kind", "learning"), [("ddp", 2), ("outside", 4)])
+def test_a_backward_pass_of_one_rank_alone_decides_nothing(kind: str, learning: int) -> None:
+    """Between the calls and the step it says on all ranks that the calls may not be gradients: where they are
+    not learnt yet, in step 1, two more steps learn them."""
+    backend = partial(compressing, "topk", density=0.05, outside=kind == "outside")
+    one, other = run(one_rank_alone, 2, kind, backend=backend, group_timeout=10)
+    assert one == other and len(one) == 1 and in_time(one[0], STEPS - learning + 2), one
+
+
+def without_a_batch(rank: int, world: int, kind: str) -> list[int]:
+    """The last rank has no batch in some steps, and sends zeros: from its buffer, or from elsewhere."""
+    model = network()
+    sgd, own = torch.optim.SGD(model.parameters(), lr=0.1), list(model.parameters())
+    buffer = torch.empty(len(flat(model)))
+    for step in range(STEPS):
+        sgd.zero_grad(set_to_none=kind != "kept")
+        if rank == 0 or step not in (1, 5, 8, 9):
+            backward(model, rank, step)
+            whole = torch.cat([p.grad.flatten() for p in own], out=buffer if kind == "buffer" else None)
+        else:
+            whole = torch.zeros_like(buffer)
+        average(whole)
+        for p, part in zip(own, whole.split([p.numel() for p in own]), strict=True):
+            p.grad = part.view_as(p).clone()
+        sgd.step()
+        x = torch.full_like(buffer, 1.0 + rank)  # of the same size, but of no gradients
+        dist.all_reduce(x)
+        assert torch.equal(x, torch.full_like(x, world * (world + 1) / 2))
+    assert alike(model)
+    return steps_of()
+
+
+@pytest.mark.parametrize("kind", ["none", "kept", "buffer"])
+def test_a_rank_without_a_batch_sends_zeros(kind: str) -> None:
+    backend = partial(compressing, "topk", density=0.05, outside=True)
+    one, other = run(without_a_batch, 2, kind, backend=backend, group_timeout=10)
+    assert one == other and len(one) == 1 and STEPS - 5 <= one[0] <= STEPS - 2, one
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_about_what_follows_a_backward_pass_are_refused(rank: int, world: int) -> None:
+    """The first of them would compress it. One has had a backward pass."""
+    ours = sidcomp.backend.process_group(
+        dist.group.WORLD, "topk", density=0.1, min_bytes=1000, outside=rank == 0
+    )
+    if rank == 1:
+        backward(network(), rank, 0)
+    with pytest.raises(sidcomp.RankError, match=r"rank 0 has .outside True., rank 1 has .outside False."):
+        dist.all_reduce(torch.ones(3000), group=ours)
+
+
 @on_ranks(2)
 def test_a_step_ends_lists_on_several_groups_in_one_order(rank: int, world: int) -> None:
     """One model's gradients are averaged over six groups in turn: a step ends a list on each."""

@@ -3,18 +3,24 @@
 Such calls are recognized as those of backward passes are, by the order in which they come. A list of them
 begins after a backward pass has begun, and ends with the step of an optimizer. Calls that another backward
 pass follows first, as those of a forward pass, are not gradients of that step.
+
+A rank may have backward passes that the others do not have: of a model of its own, or because it has no batch
+in a step. So no rank decides by its own passes what it exchanges with others. All ranks have the same calls,
+and steps of optimizers at the same places among them, and ask each other there about their passes.
 """
 
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sidcomp.doors.backend.recognition import PATIENCE, Call, Origin, Passes, Program
+from sidcomp.doors.backend.recognition import PATIENCE, Call, Likeness, Origin, Passes, Program
 
 _MOST_CUTS = 10 * PATIENCE  # lists that no step has ended, after which nobody looks for one
+_MOST_CALLS = 10_000  # without a step, as in an evaluation: they are no model's gradients
 
 
 class _Counter:
@@ -91,71 +97,137 @@ class AfterBackward(Passes):
         compressed."""
         super().__init__(*callbacks)
         self.asked, self.over = asked, False
+        if not asked:  # nothing is exchanged, and this rank may be alone: only its calls count
+            self._least = lambda mine, _: [Likeness.MOVED] * len(mine)
         self._tell, self._stepping = tell, stepping
         self._trained: list[torch.Tensor] = []  # by the optimizer that is about to step
-        self._pass = self._at_step = 0
+        self._found: list[Program] = []  # what the present call may begin
+        self._seen = 0  # the number of backward passes begun at the last call or step
         self._cuts = 0
         self._all.append(weakref.ref(self, self._all.remove))
 
-    def begin(self) -> bool:
-        """Whether a call that comes now is between a backward pass and an optimizer's step."""
+    def _clear(self) -> None:
+        super()._clear()
+        # Of each call: a backward pass of this rank has begun since the one before.
+        self._new: list[bool] = []
+
+    @property
+    def between(self) -> bool:
+        """Whether the next call is not one in the middle of a list."""
+        return self._active is None or self.begun >= len(self._active.calls)
+
+    def note(self, call: Call, tensor: torch.Tensor, origin: Origin | None) -> tuple[Program, int] | None:
         if AfterBackward._hook is None:
             AfterBackward._hook = register_optimizer_step_pre_hook(_before_step)
         now = _begun()
-        if now == self._at_step:
-            return False
-        if now != self._pass:
-            self.cut()
-            self._pass = now
-        return True
+        new, self._seen = now != self._seen, now
+        if not self._continues(self._active, self.begun, call, tensor, origin):
+            program = self._choose_together(call, tensor, new)
+            if program is not None:
+                self._begin(program)
+            elif self._active is None and self.begun >= _MOST_CALLS:
+                return None
+        self._new.append(new)
+        return self._count(call, tensor, origin)
 
-    def cut(self) -> None:
-        """Another backward pass has followed the calls before a step did: they are a list of another kind, or
-        the step was skipped."""
+    def _continues(
+        self, program: Program | None, index: int, call: Call, tensor: torch.Tensor, origin: Origin | None
+    ) -> bool:
+        # A rank without a batch may have its zeros elsewhere.
+        return program is not None and index < len(program.calls) and program.calls[index] == call
+
+    def _choose_together(self, call: Call, tensor: torch.Tensor, new: bool) -> Program | None:
+        """Returns the known program that begins with this call. It does if one rank has had a backward pass
+        of its model: those without a batch have had none."""
+        alike = [p for p in self.programs if p.calls[0] == call]
+        if not any(p.known for p in alike):
+            return None
+        self.let_go(wait=True)
+        mine = []
+        for p in alike:
+            stale = p.known and p.witness is not None and not p.witness.fresh
+            mine.append(new and not stale and p.fits(0, call, tensor, None))
+        _, found = self._told(mine, call.device)
+        self._found = [p for p, yes in zip(alike, found, strict=True) if yes]
+        return self._choose(call, tensor, None)
+
+    def _fits(self, program: Program, call: Call, tensor: torch.Tensor, origin: Origin | None) -> bool:
+        return program in self._found
+
+    def _begin(self, program: Program) -> None:
+        """The present call is the first of this program's list. What came before belongs to no step."""
         if self._active is not None:
             self.end()
-        elif self._calls:
-            self._cuts += 1
-            self.over = not self.asked and self._cuts >= _MOST_CUTS
-            alike = next((p for p in self.programs if p.calls == self._calls), None)
-            if alike is None:
-                nobody: list[Origin | None] = [None] * self.begun
-                alike = Program(self._calls, self._places, nobody, self._passes)
-                self.programs.append(alike)
-            alike.followed = not alike.known
+        self._stopped = False
         self._clear()
+        self._active = program
+
+    def _told(self, mine: list[bool], device: torch.device) -> tuple[list[bool], list[bool]]:
+        """Returns of each question whether all ranks say yes, and whether any does. All ranks call it."""
+        if not self.asked:
+            return mine, mine
+        least = self._least([*map(int, mine), *(not x for x in mine)], device)
+        return [bool(x) for x in least[: len(mine)]], [not x for x in least[len(mine) :]]
 
     def before_step(self, optimizer: Any, now: int) -> None:
         """An optimizer is about to step. now: the number of backward passes begun."""
-        if self._calls and now == self._pass:
-            self._ended_by(optimizer)
-        else:
-            self.cut()
-        self._at_step = now
+        self._trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        try:
+            if self._active is not None or (
+                0 < self.begun < _MOST_CALLS
+                and not (self._stopped or self.hopeless)
+                and self._leave_last(now != self._seen)
+            ):
+                self._ended_by(optimizer)
+        finally:
+            self._trained, self._stopped = [], False
+            self._clear()
+            self._seen = now
+
+    def _leave_last(self, followed: bool) -> bool:
+        """Takes the calls since the last step apart, at the backward passes between them, and leaves those of
+        the last list. Returns whether that may be of gradients. followed: by a backward pass of this rank."""
+        mine = [*self._new, followed, bool(self._trained)]
+        (*all_new, _, _), (*new, cut, trained) = self._told(mine, self._calls[0].device)
+        starts = [i for i, any_ in enumerate(new) if any_]
+        lists = [slice(a, b) for a, b in pairwise([*starts, len(new)]) if all_new[a]]
+        last = lists.pop() if lists and lists[-1].start == starts[-1] and not cut else None
+        for one in lists:
+            self._set_aside(one)
+        if last is None or not trained:
+            return False
+        self._calls, self._places = self._calls[last], self._places[last]
+        return True
+
+    def _set_aside(self, one: slice) -> None:
+        """Another backward pass has followed these calls before a step did: they are a list of another kind,
+        or the step was skipped."""
+        self._cuts += 1
+        self.over = not self.asked and self._cuts >= _MOST_CUTS
+        calls = self._calls[one]
+        alike = next((p for p in self.programs if p.calls == calls), None)
+        if alike is None:
+            alike = Program(calls, self._places[one], [None] * len(calls), self._passes)
+            self.programs.append(alike)
+        alike.followed = not alike.known
 
     def _ended_by(self, optimizer: Any) -> None:
-        self._trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        if not self._trained:
-            self._clear()
-            return
-        self._origins = [Origin(self._trained[0])] * self.begun
+        origin = Origin(self._trained[0]) if self._trained else None
+        self._origins = [origin] * self.begun
         program = self.end()
         if program is not None:
-            program.origins = [Origin(self._trained[0])] * len(program.calls)
+            program.origins = [origin] * len(program.calls)
             self._stepping(optimizer)
+        if origin is None:
+            return
         for p in self.programs:
-            if p.origins[0] is not None and p.origins[0].same(Origin(self._trained[0])):
+            if p.origins[0] is not None and p.origins[0].same(origin):
                 p.witness = Witness(self._trained[0])
-        self._trained = []
 
     def _compare(self) -> None:
         # Calls that another backward pass has followed must come twice in a row from here on.
         self.programs = [p for p in self.programs if not (p.followed and p.calls == self._calls)]
         super()._compare()
-
-    def _fits(self, program: Program, call: Call, tensor: torch.Tensor, origin: Origin | None) -> bool:
-        stale = program.known and program.witness is not None and not program.witness.fresh
-        return not stale and super()._fits(program, call, tensor, origin)
 
     def _made(self, program: Program) -> None:
         if self.asked:

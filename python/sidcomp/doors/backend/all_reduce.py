@@ -43,7 +43,8 @@ class ProcessGroup(Wrapper):
         # Whether this group compresses all-reduces; not known before it has its name.
         self._compresses: bool | None = None
         self._adam = AdamCheck(self, configuration.costs(), self._settings)
-        self._settled = False  # all ranks have the same settings
+        self._alike = False  # all ranks have the same settings
+        self._settled = False  # and have loaded the same
         self._seen: Seen | None = None  # while loaded programs wait for DDP models
         self._loaded = "nothing"  # from a checkpoint: what must be the same on all ranks
         self._former: dict[str, list[Program]] = {"passes": [], "after": []}  # whose calls have yet to come
@@ -76,13 +77,16 @@ class ProcessGroup(Wrapper):
 
     def _eligible(self, tensors: Any, *arguments: Any, **named: Any) -> Call | None:
         """Returns the call if it may be the all-reduce of a gradient."""
-        if self._settled and self._compresses is False:  # and the other ranks know
+        if self._alike and self._compresses is False:  # and the other ranks know
             return None
         if not isinstance(tensors, list) or len(tensors) != 1:
             return None
         x = tensors[0]
         average = self._averages(x, arguments[0] if arguments else named.get("opts", named.get("op")))
-        if average is None or not self._of_gradient(x):
+        if average is None:
+            return None
+        self._compare_settings(x.device)
+        if not self._of_gradient(x):
             return None
         self._settle(x.device)
         if self._compresses is False:
@@ -119,26 +123,32 @@ class ProcessGroup(Wrapper):
         return average if average or op is None or op == dist.ReduceOp.SUM else None
 
     def _of_gradient(self, x: torch.Tensor) -> bool:
-        """Whether an all-reduce may be that of gradients of parameters. The same on all ranks, whatever their
-        settings are."""
-        if torch._C._current_graph_task_id() != -1:
-            known = whose() is not None
-            if not known:
-                self._leave(x)
-            return known
-        if self._settled and (self._after.over or x.nbytes < self._least_bytes):
+        """Whether an all-reduce may be that of gradients of parameters. The same on all ranks, which have the
+        same settings."""
+        task, large = torch._C._current_graph_task_id(), x.nbytes >= self._least_bytes
+        if task != -1 and whose() is None:
+            self._leave(x)
             return False
-        return self._after.begin()
+        return task != -1 or (large and not self._after.over)
 
     @property
     def _least_bytes(self) -> int:
         return max(1, self.configuration.min_bytes)
 
+    def _compare_settings(self, device: torch.device) -> None:
+        """Raises RankError on all ranks if they have other settings. Each rank calls it before the group's
+        first all-reduce of floats, wherever that is: whether a call could be compressed depends on settings,
+        and on a rank's own backward passes."""
+        if not self._alike:
+            check_same(self.inner, self.size(), self.configuration.lines(), device, self.group_desc)
+            self._alike = True
+
     def _settle(self, device: torch.device) -> None:
-        """Raises RankError on all ranks if they have other settings. Each rank calls it, whatever its own
-        are, before the group's first pass that could be compressed."""
-        if not self._settled:
-            lines = [*self.configuration.lines(), f"loaded {self._loaded}"]
+        """Raises RankError on all ranks if they have loaded other lists. Each rank calls it before the first
+        call that may be of gradients. After a backward pass that is any large one, as passes may differ."""
+        inside = torch._C._current_graph_task_id() != -1
+        if not self._settled and (inside or self.configuration.outside):
+            lines = [f"loaded {self._loaded}"]
             check_same(self.inner, self.size(), lines, device, self.group_desc)
             self._settled = True
 
@@ -277,8 +287,9 @@ class ProcessGroup(Wrapper):
         return self._large(own[0]) if len(own) == 1 else []
 
     def _least(self, mine: list[int], device: torch.device) -> list[int]:
-        """The least that any rank says. All ranks call it."""
-        least = torch.tensor(mine, dtype=torch.int32, device=device)
+        """The least that any rank says. All ranks call it. Where the group serves CPUs too, the host does
+        not wait for a GPU."""
+        least = torch.tensor(mine, dtype=torch.int32, device="cpu" if self.on_cpus else device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         self.inner.allreduce([least], options).wait()
@@ -303,8 +314,8 @@ class ProcessGroup(Wrapper):
         """
         if self._settled:
             raise SetupError(
-                "load_state_dict comes after this process group's first backward pass: call it before, on "
-                "every rank"
+                "load_state_dict comes after this process group's first backward pass or, with outside=True, "
+                "after its first all-reduce of min_bytes: call it before, on every rank"
             )
         passes, after = backend_checkpoint.load(self, state, redistribute)
         self._passes.programs, self._after.programs = passes, after

@@ -81,7 +81,8 @@ def configure(
                         "ddp", "dp" and "data_parallel". (This is not `groups` of a State.)
     min_bytes           [65536] smaller tensors pass uncompressed
     outside             [False] compress also what the program all-reduces after backward() and before the
-                        optimizer's step, such as gradients that it flattens itself
+                        optimizer's step, such as gradients that it flattens itself. A rank may skip
+                        backward() and send zeros, but no step. A few numbers more are exchanged in each step
 
     Raises ArgumentError or ParameterError, which say what to change.
     """

@@ -312,12 +312,14 @@ class Passes:
     def note(self, call: Call, tensor: torch.Tensor, origin: Origin | None) -> tuple[Program, int] | None:
         """Counts a call of the pass in progress. Returns the program whose call it is, and the call's number,
         if it is to be compressed."""
-        index = self.begun
-        if index == 0:
+        if self.begun == 0:
             self.let_go(wait=True)
             self._active = self._choose(call, tensor, origin)
-        program = self._active
-        fits = program is not None and program.fits(index, call, tensor, origin)
+        return self._count(call, tensor, origin)
+
+    def _count(self, call: Call, tensor: torch.Tensor, origin: Origin | None) -> tuple[Program, int] | None:
+        index, program = self.begun, self._active
+        fits = program is not None and self._continues(program, index, call, tensor, origin)
         self._calls.append(call)
         self._places.append(Place.of(tensor))
         self._origins.append(origin)
@@ -327,6 +329,11 @@ class Passes:
             self._stop(f"call {index} of {self.where} is {call}, not the one of earlier passes")
             return None
         return program, index
+
+    def _continues(
+        self, program: Program | None, index: int, call: Call, tensor: torch.Tensor, origin: Origin | None
+    ) -> bool:
+        return program is not None and program.fits(index, call, tensor, origin)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -350,7 +357,7 @@ class Passes:
                     return p if p.calls[0] == call else None
         found = [p for p in self.programs if not p.loaded and self._fits(p, call, tensor, origin)]
         if not found:  # those that come in turns come in the order in which they came before
-            return next((p for p in loaded if p.pieces is None and p.fits(0, call, tensor, origin)), None)
+            return next((p for p in loaded if p.pieces is None and self._fits(p, call, tensor, origin)), None)
         possible = [p for p in found if p.fixed] or found
         if len(possible) > 1 and any(p.known for p in possible):
             self._warn(
@@ -406,10 +413,15 @@ class Passes:
             )
         return program
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether it has said that it gives up."""
+        return self._passes >= PATIENCE and not any(p.known for p in self.programs)
+
     def _compare(self) -> None:
         """Compares a pass that no known program fits with earlier ones. All ranks are here, and agree."""
-        if self._passes >= PATIENCE and not any(p.known for p in self.programs):
-            return  # it has said that it gives up
+        if self.hopeless:
+            return
         self._passes += 1
         self.programs = [p for p in self.programs if p.known or p.last > self._passes - _MEMORY]
         alike = [p for p in self.programs if p.calls == self._calls and not p.loaded]
@@ -427,7 +439,7 @@ class Passes:
         for program, gone in zip(learnt, told[len(alike) :], strict=True):
             if gone:
                 self._drop([program])
-        if self._passes == PATIENCE and not any(p.known for p in self.programs):
+        if self._passes == PATIENCE and self.hopeless:
             self._in_vain()
 
     def _in_vain(self) -> None:

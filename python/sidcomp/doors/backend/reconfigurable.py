@@ -63,16 +63,15 @@ class ChangingGroup(ProcessGroup):
 
     def allreduce(self, tensors: Any, *arguments: Any, **named: Any) -> Any:  # type: ignore[override]
         task = torch._C._current_graph_task_id()
-        begins = task != self._task if task != -1 else not self._after.begun
-        if begins and self._compresses:
-            self._follow()
+        if task != self._task if task != -1 else self._after.between:
+            self._follow()  # members that are new compare settings, even if nothing is compressed
         return super().allreduce(tensors, *arguments, **named)
 
     def _follow(self) -> None:
         """A list of calls begins: the members may be other ones than before."""
         now = self.members()
         if self._now is None or not self._now.same(now):
-            self._now, self._settled = now, False
+            self._now, self._alike, self._settled = now, False, False
             for part, passes in (("passes", self._passes), ("after", self._after)):
                 programs = [*self._former[part], *passes.programs]
                 self._former[part] = [p for p in programs if p.known and not p.gone]

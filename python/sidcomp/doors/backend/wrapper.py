@@ -21,12 +21,14 @@ class Wrapper(dist.ProcessGroup):
         self.inner, self.inner_config = inner, inner_config
         self._name = ""
         self._told: set[str] = set()
+        self.on_cpus = False  # it reduces tensors on the CPU
         for name in ("cpu", "cuda"):
             device = torch.device(name)
             try:
                 backend = inner._get_backend(device)
             except RuntimeError:
                 continue
+            self.on_cpus = self.on_cpus or name == "cpu"
             kind = (
                 dist.ProcessGroup.BackendType.NCCL if name == "cuda" else dist.ProcessGroup.BackendType.GLOO
             )
