@@ -843,6 +843,21 @@ def test_ranks_with_other_settings_are_refused_at_their_first_pass(
     assert "give every rank the same SIDCOMP" in texts[0][1] and not ours.programs
 
 
+# ---- ranks that run out of data
+
+
+@pytest.mark.parametrize("begins", [0, 5])
+@pytest.mark.parametrize("batches", [0, 3])
+@on_ranks(2, backend=partial(compressing, "topk", density=0.1), group_timeout=10)
+def test_join_is_refused_on_every_rank(rank: int, world: int, begins: int, batches: int) -> None:
+    """DDP's join(), from the first pass on or once its calls are learnt. batches: those of the last rank."""
+    model = DistributedDataParallel(network())
+    train(model, rank, begins)
+    said = "sends zeros for ranks that have run out of data"
+    with pytest.raises(sidcomp.UnsupportedError, match=said), model.join():
+        train(model, rank, batches if rank else 5)
+
+
 # ---- which call is which
 
 

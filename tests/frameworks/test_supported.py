@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 
 import sidcomp
 import torch
+import torch.distributed as dist
 from harness import run
 from sidcomp.doors.ddp import register
 from sidcomp.local.steps import Updates
@@ -225,6 +226,13 @@ def joined() -> None:
         ddp(torch.ones(4, 8)).sum().backward()
 
 
+def joined_over_the_backend() -> None:
+    ours = sidcomp.backend.process_group(dist.group.WORLD, "topk", density=0.1, min_bytes=1)
+    ddp = DDP(network(), process_group=ours)
+    with ddp.join():
+        ddp(torch.ones(4, 8)).sum().backward()
+
+
 def parametrized(parameter: Tensor) -> None:
     module = network()
     module.register_parameter("more", nn.Parameter(parameter))
@@ -267,6 +275,7 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "updates of an optimizer that keeps a copy of the parameters (schedule-free, Lookahead)": copies,
     "updates, and a parameter replaced by another tensor": parameter_replaced,
     "`join()` with a memory": joined,
+    "`join()` over the process-group backend": joined_over_the_backend,
 }
 
 

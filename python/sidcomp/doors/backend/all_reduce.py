@@ -18,7 +18,7 @@ from sidcomp.doors.backend.adam_check import AdamCheck
 from sidcomp.doors.backend.after_backward import AfterBackward
 from sidcomp.doors.backend.agreement import check_same
 from sidcomp.doors.backend.configuration import REPLICAS, Configuration
-from sidcomp.doors.backend.ddp_buckets import Holding, Seen, holdings, models_on
+from sidcomp.doors.backend.ddp_buckets import Holding, Joins, Seen, holdings
 from sidcomp.doors.backend.idle_check import idle_check
 from sidcomp.doors.backend.recognition import Call, Door, Origin, Passes, Program, whose
 from sidcomp.doors.backend.works import Reducing
@@ -48,6 +48,7 @@ class ProcessGroup(Wrapper):
         self._seen: Seen | None = None  # while loaded programs wait for DDP models
         self._loaded = "nothing"  # from a checkpoint: what must be the same on all ranks
         self._former: dict[str, list[Program]] = {"passes": [], "after": []}  # whose calls have yet to come
+        self._joins = Joins(self)
         self._watch_anew()
         self._task = -1  # autograd's number of the backward pass in progress
         parameter_groups.watch()
@@ -129,11 +130,19 @@ class ProcessGroup(Wrapper):
         if task != -1 and whose() is None:
             self._leave(x)
             return False
+        if large and (task == -1 or task != self._task):
+            self._refuse_join(x)
         return task != -1 or (large and not self._after.over)
 
     @property
     def _least_bytes(self) -> int:
         return max(1, self.configuration.min_bytes)
+
+    def _refuse_join(self, x: torch.Tensor) -> None:
+        """Raises UnsupportedError if ranks may run out of data. x: of the first call of a pass, or of one
+        outside of a pass, by which a rank sends zeros."""
+        if self._allowed():
+            self._joins.refuse(any(p.known and p.calls[0].numel == x.numel() for p in self.programs))
 
     def _compare_settings(self, device: torch.device) -> None:
         """Raises RankError on all ranks if they have other settings. Each rank calls it before the group's
@@ -265,7 +274,7 @@ class ProcessGroup(Wrapper):
     def _find_model(self, program: Program) -> None:
         """Looks for the DDP model whose buckets are the program's."""
         program.looked = True
-        for ddp in models_on(self):
+        for ddp in self._joins.look():
             every = holdings(ddp)
             held = self._large(every)
             if [Call(h.numel, h.dtype, h.device, False) for h in held] == program.calls and any(

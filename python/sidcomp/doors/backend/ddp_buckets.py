@@ -13,8 +13,12 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp.config.grouping import Order
+from sidcomp.doors.backend.configuration import BACKEND
 from sidcomp.doors.names import named_parameters
+from sidcomp.errors import UnsupportedError
 from sidcomp.runtime.bucket import order_of
+
+_LOOKS = 20  # at calls that are not known, for DDP models
 
 
 class Part(NamedTuple):
@@ -61,6 +65,38 @@ def holdings(ddp: DistributedDataParallel) -> list[Holding]:
         )
         for bucket in found
     ]
+
+
+class Joins:
+    """Refuses DDP's join(). In it ranks that have run out of data reduce DDP's buckets outside of a backward
+    pass, where they are not recognized; the other ranks would compress theirs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._looks = weakref.ref(group), 0
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
+
+    def look(self) -> list[DistributedDataParallel]:
+        """Returns the group's DDP models."""
+        group = self._group()
+        found = models_on(group) if group is not None else []
+        self._models = [weakref.ref(x) for x in found]
+        return found
+
+    def refuse(self, known: bool) -> None:
+        """Raises UnsupportedError, on ranks that have data and on those that have none. known: the call that
+        comes is one of calls that have been learnt, when there was a look at their model."""
+        if not known and self._looks < _LOOKS:
+            self._looks += 1
+            self.look()
+        for ref in self._models:
+            ddp = ref()
+            if ddp is not None and ddp._join_config.enable:
+                raise UnsupportedError(
+                    "DDP's join() sends zeros for ranks that have run out of data, and sends them outside of "
+                    f"a backward pass, where the backend {BACKEND!r} does not know them for gradients: give "
+                    "every rank the same number of batches (drop_last=True) and leave join() out; or use "
+                    "sidcomp.compress with a codec that the ranks sum and memory='none', or SIDCOMP=off"
+                )
 
 
 class Seen:
