@@ -370,6 +370,7 @@ class GradientRun(Run):
         return self.module
 
     def restart(self) -> None:
+        self.state.check_open()
         self.state.engine.restart()
 
     def state_dict(self) -> dict[str, Any]:
@@ -479,6 +480,7 @@ class UpdateRun(Run):
             self._averaged = self.updates.steps
 
     def restart(self) -> None:
+        self.state.check_open()
         self.updates.restart()
 
     def state_dict(self) -> dict[str, Any]:

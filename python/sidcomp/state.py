@@ -238,7 +238,7 @@ class State(OptimizerFit):
             self.engine.resume.check_part(model.part)
             self.engine.resume.check(model.shapes)
         self.door = door
-        self._ending.silent = False
+        self._ending.silent, self._ending.updates = False, model.updates
         self._watch_forward()
         self._look_for_optimizer(model)
 

@@ -15,7 +15,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import on_ranks, run
-from heard import logged
+from heard import logged, warned
 from local_training import alike, backward, flat, network, train
 from test_compress import adamw, sgd
 from torch import nn
@@ -670,3 +670,28 @@ def test_a_ddp_model_of_a_closed_run_does_not_drift_apart(rank: int, world: int)
         it.average()
     with pytest.raises(RuntimeError, match="the run is closed"):
         train(ddp, optimizer, rank, range(4, 6))
+
+
+@pytest.mark.parametrize("updates", [False, True])
+@on_ranks(2)
+def test_a_closed_run_says_that_it_is_closed(rank: int, world: int, updates: bool) -> None:
+    """The common parameters are still there, to be saved."""
+    model: Any = DistributedDataParallel(network())
+    optimizer = adamw(model)
+    with sidcomp.compress(model, optimizer, "int4", updates=updates) as it:
+        train(model, optimizer, rank, range(4))
+    assert str(it).startswith("sidcomp: closed after 4 "), str(it)
+    with pytest.raises(sidcomp.SetupError, match="this State is closed"):
+        it.restart()
+    with it.common() as module:
+        assert alike(module)
+
+
+@on_ranks(2)
+def test_a_run_that_ends_before_an_exchange_speaks_of_updates(rank: int, world: int) -> None:
+    module = network()
+    optimizer = adamw(module)
+    with warned(sidcomp.SidcompWarning) as texts, sidcomp.compress(module, optimizer, "int4", every=4):
+        train(module, optimizer, rank, range(2))
+    assert len(texts) == (rank == 0)
+    assert all("was closed before it had exchanged updates" in x and "gradient" not in x for x in texts)

@@ -16,6 +16,7 @@ class Ending:
     def __init__(self, what: str, step: Step) -> None:
         self.what, self._step = what, step
         self.controller: Controller | None = None
+        self.updates = False  # it serves what optimizers do, and not gradients
         self.silent = False  # it is a copy that no model has, a copy of it may be what trains, or another
         # State has taken its place
 
@@ -33,7 +34,14 @@ class Ending:
         steps, c = self._step.number, self.controller
         if self.silent:
             return
-        if not steps:
+        if not steps and self.updates:
+            notices.warn(
+                f"{self.what} {how} before it had exchanged updates, so nothing was compressed: let the "
+                "optimizer that sidcomp.compress was given step at least `every` times",
+                rank,
+                raises=raises,
+            )
+        elif not steps:
             notices.warn(
                 f"{self.what} {how} after 0 steps: no gradient has reached it, and nothing was compressed. "
                 "Pass sidcomp.compress the model that trains",

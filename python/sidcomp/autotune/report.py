@@ -78,6 +78,10 @@ def _measured(g: "Group") -> dict[str, int] | None:
 
 def explain(p: Engine) -> str:
     """See State.explain."""
+    if p.closed:
+        steps = f"{p.current.begun} {'exchanges' if p.updates else 'steps'}"
+        why = f". {p.tuner.report.why}" if isinstance(p.tuner, Controller) and p.tuner.report.why else ""
+        return f"sidcomp: closed after {steps}{why}"
     if not isinstance(p.tuner, Controller):
         return _explain_named(p)
     r = report(p)
