@@ -210,7 +210,8 @@ typedef struct sid_report {
 } sid_report;
 
 /* segments = scale * sum over `count` payloads, in payload order, in float32, rounded once to the dtype. (With codecs
- * that gather, an element whose sum overflows float32, although scale times the sum does not, is summed in float64.)
+ * that gather, and in two-shot, an element whose sum overflows float32, although scale times the sum does not, is summed in
+ * float64.)
  * Payload i starts at payloads + i * stride bytes (stride a multiple of 8, count at most SID_MAX_COUNT). After an all-reduce
  * of a linear codec's bodies there is one payload (count == 1), whose header and scale are this rank's own.
  * Every byte is checked before anything is written: SID_E_CORRUPT and SID_E_MISMATCH leave the segments alone.

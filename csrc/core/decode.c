@@ -71,44 +71,6 @@ static int nonfinite(sid_gather *g) {
     return 0;
 }
 
-/* Near float32's largest number the sum of the payloads may overflow although their mean, which is asked for, does not:
- * plain DDP divides before it adds. So where an element of a tile is not finite although every gradient was, the mean is
- * taken again, in float64, and rounded once. The first time, the tiles from `start` to this one are decoded again: `next` is the
- * first element that the cursors, one a payload, have not come to. */
-static void mean_again(const sid_gather *g, sid_cursor *cursor, uint64_t *next, uint64_t start, float *out,
-                       uint64_t from, uint32_t len) {
-    const sid_plan *p = g->plan;
-    const int anew = *next <= start || *next > from;
-    double sum[SID_DECODE_TILE];
-    SID_LINE float y[SID_DECODE_TILE];
-    memset(sum, 0, sizeof sum);
-    for (uint32_t r = 0; r < g->count; r++) {
-        sid_gather one = {.plan = p, .payloads = sid_payload(g, r), .count = 1, .scale = 1, .first = start};
-        one.cursor = cursor + r;
-        if (anew) p->codec->open(&one);
-        for (uint64_t offset = anew ? start : *next; offset <= from; offset += SID_DECODE_TILE) {
-            const uint32_t take = p->n - offset < SID_DECODE_TILE ? (uint32_t)(p->n - offset) : SID_DECODE_TILE;
-            memset(y, 0, sizeof y);
-            p->codec->decode(&one, y, offset, take);
-        }
-        for (uint32_t i = 0; i < len; i++) sum[i] += (double)y[i];
-    }
-    *next = from + SID_DECODE_TILE;
-    for (uint32_t i = 0; i < len; i++) out[i] = sid_mean(sum[i], g->scale);
-}
-
-/* Replaces the values among the segments, from seg[0]'s element `off` on, that are not finite by those of x. */
-static void mend(const sid_segment *seg, uint64_t off, const float *x, uint32_t len) {
-    for (uint32_t i = 0; i < len; i++, off++) {
-        while (off == seg->len) {
-            seg++;
-            off = 0;
-        }
-        float *y = (float *)seg->ptr + off;
-        if (sid_key(*y) >= SID_KEY_INF) *y = x[i];
-    }
-}
-
 /* A place among the segments. */
 typedef struct place {
     const sid_segment *seg;
@@ -127,22 +89,63 @@ typedef struct sink {
     sid_dtype dtype; /* of the segments */
     void *state;     /* that is told, or NULL */
     sid_report *report;
-    sid_cursor *again; /* of mean_again */
-    uint64_t next;
+    sid_cursor *again;       /* of mean_again: one a payload, */
+    uint64_t next;           /* and the first element that they have not come to */
+    uint32_t tile;           /* elements that are decoded at a time */
     int watch, summed, past; /* watch: a linear sum may be the first to show NaN or Inf */
 } sink;
+
+/* Near float32's largest number the sum of the payloads may overflow although their mean, which is asked for, does not:
+ * plain DDP divides before it adds. So where an element of a tile is not finite although every gradient was, the mean is
+ * taken again, in float64, and rounded once. The first time, the tiles from `start` to this one are decoded again.
+ * all: of every element; else of those whose mean in `out` is not finite. */
+static void mean_again(sink *s, uint64_t start, uint64_t from, uint32_t len, float *out, int all) {
+    const sid_gather *const g = s->g;
+    const sid_plan *p = g->plan;
+    const int anew = s->next <= start || s->next > from;
+    double sum[SID_DECODE_TILE];
+    SID_LINE float y[SID_DECODE_TILE];
+    memset(sum, 0, sizeof sum);
+    for (uint32_t r = 0; r < g->count; r++) {
+        sid_gather one = {.plan = p, .payloads = sid_payload(g, r), .count = 1, .scale = 1, .first = start};
+        one.cursor = s->again + r;
+        if (anew) p->codec->open(&one);
+        for (uint64_t offset = anew ? start : s->next; offset <= from; offset += s->tile) {
+            const uint32_t take = p->n - offset < s->tile ? (uint32_t)(p->n - offset) : s->tile;
+            memset(y, 0, sizeof y);
+            p->codec->decode(&one, y, offset, take);
+        }
+        for (uint32_t i = 0; i < len; i++) sum[i] += (double)y[i];
+    }
+    s->next = from + s->tile;
+    for (uint32_t i = 0; i < len; i++)
+        if (all || sid_key(out[i]) >= SID_KEY_INF) out[i] = sid_mean(sum[i], g->scale);
+}
+
+/* Replaces the values among the segments, from seg[0]'s element `off` on, that are not finite by those of x. */
+static void mend(const sid_segment *seg, uint64_t off, const float *x, uint32_t len) {
+    for (uint32_t i = 0; i < len; i++, off++) {
+        while (off == seg->len) {
+            seg++;
+            off = 0;
+        }
+        float *y = (float *)seg->ptr + off;
+        if (sid_key(*y) >= SID_KEY_INF) *y = x[i];
+    }
+}
 
 /* Scales a tile and writes it at *at, which it moves on. x: zeros after it. start: as of mean_again. */
 static void put_tile(sink *s, float *x, uint64_t start, uint64_t from, uint32_t len, place *at) {
     sid_gather *const g = s->g;
     const sid_plan *const p = g->plan;
-    if (s->watch && !p->simd->finite(x, len)) s->report->nonfinite = 1;
-    if (s->dtype != SID_F32 || s->state) {
-        const int over = s->summed && !p->simd->finite(x, len);
-        SID_LINE float mean[SID_DECODE_TILE];
-        if (over) mean_again(g, s->again, &s->next, start, mean, from, len);
+    const int here = s->dtype != SID_F32 || s->state; /* scaled before it is stored */
+    int bad = (s->watch || (here && s->summed)) && !p->simd->finite(x, len);
+    if (here) {
         p->simd->scale(x, x, len, g->scale);
-        for (uint32_t i = 0; over && i < len; i++) x[i] = sid_key(x[i]) < SID_KEY_INF ? x[i] : mean[i];
+        if (bad && s->summed) {
+            mean_again(s, start, from, len, x, 0);
+            bad = !p->simd->finite(x, len);
+        }
     }
     if (s->state) sid_receive(p, s->state, from, len, x);
     const place first = *at;
@@ -159,10 +162,12 @@ static void put_tile(sink *s, float *x, uint64_t start, uint64_t from, uint32_t 
         at->off += take;
         pos += take;
     }
-    if (!whole && s->summed && !s->state) { /* drain looks at what it stores anyway */
-        mean_again(g, s->again, &s->next, start, x, from, len);
+    if (!whole && s->summed && !here) { /* drain looks at what it stores anyway */
+        mean_again(s, start, from, len, x, 1);
+        bad = bad && !p->simd->finite(x, len);
         mend(first.seg, first.off, x, len);
     }
+    if (s->watch && bad) s->report->nonfinite = 1;
     if (s->dtype != SID_F32 || !whole) memset(x, 0, 4ull * len);
 }
 
@@ -208,9 +213,15 @@ static void decode_sound(sid_gather g, const sid_segment *seg, sid_dtype dtype, 
 
     const int fill = report->nonfinite && !linear;
     const int told = memory && p->memory->received && !report->nonfinite;
-    sink s = {.g = &g, .dtype = dtype, .state = told ? state : NULL, .report = report, .again = again};
+    sink s = {.g = &g,
+              .dtype = dtype,
+              .state = told ? state : NULL,
+              .report = report,
+              .again = again,
+              .tile = SID_DECODE_TILE};
     s.watch = linear && !memory;
-    s.summed = count > 1 && !fill && !linear && !(p->codec->info.traits & SID_VOTE);
+    /* Linear bodies were divided before they were rounded, like plain DDP's gradients, but not where each is alone. */
+    s.summed = count > 1 && !fill && (!linear || p->alone) && !(p->codec->info.traits & SID_VOTE);
     s.past = p->n >= STREAM_FROM;
     SID_LINE float x[SID_DECODE_TILE] = {0};
     place at = {seg, 0};

@@ -118,6 +118,7 @@ struct bodies {
     uint32_t count;
     float scale;
     sid_dtype dtype;
+    bool means; /* the sum may overflow although the mean is finite, and no memory is there */
 };
 
 /* Elements i .. i + count of a body; QUICK: N rows, where bodies are aligned to a quad. */
@@ -204,7 +205,7 @@ struct decoder {
     const sid_vectors &vectors;
     const float factor;
     const bool undo;
-    bool bad;
+    bool bad; /* something is not finite; with b.means perhaps only before sid_linear_means */
     template <bool QUICK> __device__ void tile(const sid_span &s) {
         enum {
             DEEP = QUICK ? 4 : 1
@@ -227,6 +228,35 @@ struct decoder {
     }
 };
 
+/* The tiles of this warp, in which a sum has overflowed, once more: what is not finite of them is averaged in float64 (as in
+ * csrc/core/decode.c). It is a call, and by value, for the reasons of sid_dense_means. Returns whether a mean is not finite. */
+__device__ __noinline__ bool sid_linear_means(sid_group g, bodies b, float factor) {
+    bool bad = false;
+    each_tile(g.n, [&](uint64_t tile) {
+        const sid_span s = sid_span_of(g, tile);
+#pragma unroll 1
+        for (uint32_t i = sid_lane() * SID_QUAD; i < s.len; i += SID_ROW) {
+            const uint32_t count = sid_count4(s.len, i);
+            float x[1][SID_QUAD];
+            double total[SID_QUAD] = {};
+            sum<false>(b, s.at + i, count, x);
+            for (uint32_t c = 0; c < SID_QUAD; c++) x[0][c] *= factor;
+            if (!nonfinite(x)) continue;
+#pragma unroll 1
+            for (uint32_t r = 0; r < b.count; r++) {
+                float y[1][SID_QUAD];
+                load<false>(b, r, s.at + i, count, y);
+                for (uint32_t c = 0; c < SID_QUAD; c++) total[c] += (double)y[0][c];
+            }
+            for (uint32_t c = 0; c < SID_QUAD; c++)
+                if (sid_key(x[0][c]) >= SID_KEY_INF) x[0][c] = sid_mean(total[c], factor);
+            bad |= nonfinite(x);
+            sid_put<false>(g, s, i, count, x[0]);
+        }
+    });
+    return bad;
+}
+
 __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
     sid_decode_kernel(sid_group g, const sid_scratch *scratch, bodies b, sid_vectors vectors, sid_kept memory,
                       const sid_state *state, sid_cuda_report *report) {
@@ -243,13 +273,16 @@ __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
             decode.template tile<false>(s);
     };
     each_tile(g.n, one);
-    if (decode.bad) report->nonfinite = 1; /* every writer writes the same */
+    bool bad = decode.bad;
+    if (b.means && __ballot_sync(SID_FULL, bad)) bad = sid_linear_means(g, b, decode.factor);
+    if (bad) report->nonfinite = 1; /* every writer writes the same */
 }
 
 /* Bytes per float32 element: fp16 and bf16 6; 8 where a memory makes it look first. none 8. */
 sid_status decode(sid_cuda_decoding &c) {
     const sid_plan *p = c.plan;
-    const bodies b = {c.payloads, c.stride, c.count, c.scale, p->sizes.body_dtype};
+    const bool means = p->alone && c.count > 1 && !c.state; /* elsewhere bodies were divided before they were rounded */
+    const bodies b = {c.payloads, c.stride, c.count, c.scale, p->sizes.body_dtype, means};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const uint64_t grid = sid_blocks(c.to, sid_chunks(p->n), DECODE_BLOCKS);
     sid_found_part *const found = sid_carve_covered(&c.work);

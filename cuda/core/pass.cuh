@@ -236,7 +236,7 @@ __device__ inline void sid_receive(const sid_kept &memory, const sid_vectors &v,
 }
 
 /* Says whether a sum of payloads may overflow although the mean is finite. The decode itself then takes the mean in
- * float64, once it has written the rest (csrc/core/decode.c). */
+ * float64, once it has written the rest (csrc/core/decode.c). Linear bodies that are not divided: cuda/codec/linear.cu. */
 inline bool sid_has_means(const sid_cuda_decoding &c) {
     return c.count > 1 && !(c.plan->codec->info.traits & (SID_LINEAR | SID_VOTE));
 }

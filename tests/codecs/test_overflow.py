@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import sidcomp
+from buffers import fits
 from sidcomp import _core
 from sidcomp.simulation import Loopback
 
@@ -87,14 +88,60 @@ def test_a_sum_that_was_asked_for_may_overflow() -> None:
     assert np.isinf(every[0].decode(sent)).sum() > N / 2
 
 
-@pytest.mark.parametrize("exchange", ["allgather", "twoshot", "hierarchical"])
-@pytest.mark.parametrize("codec", ["int8", "topk", "onebit"])
-def test_exchanges(codec: str, exchange: str) -> None:
-    given = gradients(4)
-    memory = "none" if codec == "int8" else "residual"
+def loopback(exchange: str, codec: str) -> Loopback:
+    memory = "none" if fits(codec, "none") else "residual"
     own = {"ranks_per_node": 2} if exchange == "hierarchical" else {}
-    result = np.asarray(Loopback(4, exchange, codec, N, memory=memory, **own).step(given))
+    return Loopback(4, exchange, codec, N, memory=memory, **own)
+
+
+def taken(exchange: str, codec: str) -> bool:
+    try:
+        loopback(exchange, codec)
+    except sidcomp.UnsupportedError:
+        return False
+    return True
+
+
+EXCHANGES = ["allgather", "allreduce", "hierarchical", "twoshot"]
+WAYS = [(e, c.name) for e in EXCHANGES for c in sidcomp.codecs() if taken(e, c.name)]
+EXACT = {"none": 2**-22, "lossless": 2**-22, "bf16": 2**-5, "int8": 2**-6}  # of the largest number
+
+
+@pytest.mark.parametrize(("exchange", "codec"), WAYS)
+def test_exchanges(exchange: str, codec: str) -> None:
+    given = gradients(4)
+    result = np.asarray(loopback(exchange, codec).step(given))
     assert np.isfinite(result).all()
-    if codec == "int8":
+    if codec in EXACT:
         exact = np.mean(np.array(given, np.float64), axis=0)
-        np.testing.assert_allclose(result.astype(np.float64), exact, atol=float(LARGEST) / 60)
+        np.testing.assert_allclose(result.astype(np.float64), exact, atol=float(LARGEST) * EXACT[codec])
+
+
+def test_two_shot_takes_the_codecs_that_round_elements() -> None:
+    assert {("twoshot", c) for c in ("none", "fp16", "bf16")} <= set(WAYS)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "codec"), [("twoshot", "none"), ("twoshot", "bf16"), ("allgather", "lossless")]
+)
+def test_exchanges_of_halves(exchange: str, codec: str) -> None:
+    """The bucket's largest number on all ranks."""
+    torch = pytest.importorskip("torch")
+    given = [torch.full((N,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16) for _ in range(3)]
+    x = Loopback(3, exchange, codec, N, dtype="bfloat16", memory="none")
+    assert torch.equal(torch.as_tensor(x.step(given)), given[0])
+
+
+def test_a_rank_that_is_not_finite_makes_two_shot_of_linear_bodies_so() -> None:
+    given = gradients(4)
+    given[1][5] = np.inf
+    given[2][5] = -np.inf
+    assert np.isnan(np.asarray(Loopback(4, "twoshot", "none", N, memory="none").step(given))[5])
+
+
+def test_a_cascade_sends_the_sum_itself() -> None:
+    """If that overflows, the step is not finite, and all ranks discard it (docs/exchanges.md)."""
+    given = gradients(4)
+    assert np.isnan(np.asarray(Loopback(4, "cascade", "int8", N, memory="none").step(given))).all()
+    small = [x / 8 for x in given]
+    assert np.isfinite(np.asarray(Loopback(4, "cascade", "int8", N, memory="none").step(small))).all()
