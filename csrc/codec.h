@@ -25,6 +25,7 @@ enum {
     SID_MAX_PASSES = 64,
     SID_STATE_BYTES = 256,
     SID_DECODE_TILE = 4096,
+    SID_PART_TILE = 2048, /* of each part in decode_parts: the tiles of all parts stay small enough for any stack */
     SID_DECODE_PARTS = 8
 };
 
@@ -147,8 +148,9 @@ typedef struct sid_codec {
      * multiple of SID_DECODE_TILE, and in *parts how many parts of `count` payloads to take at once, up to SID_DECODE_PARTS. 1,
      * or NULL: decode takes them all. */
     uint64_t (*part)(const sid_plan *p, uint32_t count, uint32_t *parts);
-    /* decode of a whole tile of each of `parts` parts, the first one at `offset`, to out[0] and so on. The offsets ascend
-     * through the first part, then through the first one after the last. decode goes on where the parts end. */
+    /* decode of SID_PART_TILE elements of each of `parts` parts, the first one at `offset`, to out[0] and so on. The offsets
+     * ascend through the first part, then through the first one after the last. decode goes on where the parts end; in a
+     * codec with parts it may be given SID_PART_TILE elements at a time as well. */
     void (*decode_parts)(sid_gather *g, float *const *out, uint64_t offset, uint32_t parts);
     /* With SID_SIGNS: x, sums of `count` ranks' signs, becomes what the ranks make of them. NULL: they are drawn. */
     void (*decide)(const sid_plan *p, float *x, uint32_t len, uint32_t count);

@@ -26,8 +26,9 @@
  * Errors.   Every function that can fail returns a sid_status and nothing else. Where it takes a sid_error, the text
  *           names the parameter or field at fault. A failed call leaves segments and state as they were, except that
  *           after SID_E_DEVICE and SID_E_PEER the device may have changed some of them.
- * Threads.  A call runs on the calling thread, and takes up to 1 MB of its stack. Distinct groups may be encoded and decoded
- *           concurrently; one group's state and work belong to one call at a time.
+ * Threads.  A call runs on the calling thread. In an optimized build it takes up to 192 KB of its stack, of which 64 KB are
+ *           for memory_dtype bfloat16; decode takes 96 bytes more for each payload. Distinct groups may be encoded and
+ *           decoded concurrently; one group's state and work belong to one call at a time.
  * Results.  The same input gives the same payload and output bytes on every instruction set, device and thread count, if
  *           the thread does not flush denormals to zero (no system does by default).
  */

@@ -413,13 +413,13 @@ static uint64_t stream_length(const sid_plan *p, uint32_t count, uint32_t *parts
     return deadzone_form_of(p).stream;
 }
 
-/* A tile of each of `parts` streams, one after the other, of each payload. A cursor, of payload r and stream i at place
+/* Up to SID_PART_TILE elements of each of `parts` streams, one after the other, of each payload. A cursor, of payload r and stream i at place
  * r + i * g->count: pos, the next word; left, 1 where the stream has words; state, the lanes' states. */
 static void decode_streams(sid_gather *g, float *const *out, uint64_t offset, uint32_t parts, uint32_t len) {
     const sid_plan *p = g->plan;
     const deadzone_form f = deadzone_form_of(p);
     sid_rans model;
-    SID_LINE uint8_t symbol[DEADZONE_TOGETHER][DEADZONE_BLOCK];
+    SID_LINE uint8_t symbol[DEADZONE_TOGETHER][SID_PART_TILE];
     deadzone_starts(&f, &model);
     if (offset % f.stream == 0)
         for (uint32_t r = 0; r < g->count; r++) {
@@ -463,10 +463,13 @@ static void decode_streams(sid_gather *g, float *const *out, uint64_t offset, ui
         for (uint32_t r = 0; r < g->count; r++) g->cursor[r].pos = g->cursor[r + (parts - 1) * g->count].pos;
 }
 static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
-    decode_streams(g, &out, offset, 1, len);
+    for (uint32_t at = 0; at < len; at += SID_PART_TILE) {
+        float *const to = out + at;
+        decode_streams(g, &to, offset + at, 1, len - at < SID_PART_TILE ? len - at : SID_PART_TILE);
+    }
 }
 static void decode_parts(sid_gather *g, float *const *out, uint64_t offset, uint32_t parts) {
-    decode_streams(g, out, offset, parts, SID_DECODE_TILE);
+    decode_streams(g, out, offset, parts, SID_PART_TILE);
 }
 
 /* ---- registry ------------------------------------------------------------------------------------------------ */

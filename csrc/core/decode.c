@@ -172,13 +172,14 @@ static void put_tile(sink *s, float *x, uint64_t start, uint64_t from, uint32_t 
 }
 
 /* Decodes parts side by side, as long as there are two of them; returns where they end, and moves *at there. Not a part of
- * decode_sound, because its tiles take 128 KB of stack. */
+ * decode_sound, because its tiles take 64 KB of stack. */
 static __attribute__((noinline)) uint64_t decode_parts(sink *s, uint64_t part, uint32_t parts, place *at) {
     const sid_plan *const p = s->g->plan;
-    SID_LINE float x[SID_DECODE_PARTS][SID_DECODE_TILE];
+    SID_LINE float x[SID_DECODE_PARTS][SID_PART_TILE];
     float *out[SID_DECODE_PARTS];
     uint64_t from = 0;
     memset(x, 0, sizeof x);
+    s->tile = SID_PART_TILE;
     for (uint32_t i = 0; i < parts; i++) out[i] = x[i];
     for (; 2 * part <= p->n - from; from += parts * part) {
         place of[SID_DECODE_PARTS];
@@ -189,20 +190,22 @@ static __attribute__((noinline)) uint64_t decode_parts(sink *s, uint64_t part, u
             at->off += part;
             if (from + (i + 1) * part < p->n) settle(at);
         }
-        for (uint64_t here = from; here < from + part; here += SID_DECODE_TILE) {
+        for (uint64_t here = from; here < from + part; here += SID_PART_TILE) {
             p->codec->decode_parts(s->g, out, here, parts);
             for (uint32_t i = 0; i < parts; i++)
-                put_tile(s, x[i], from + i * part, here + i * part, SID_DECODE_TILE, &of[i]);
+                put_tile(s, x[i], from + i * part, here + i * part, SID_PART_TILE, &of[i]);
         }
     }
+    s->tile = SID_DECODE_TILE;
     return from;
 }
 
 /* The second half of a decode. g: all but its cursors. */
 static void decode_sound(sid_gather g, const sid_segment *seg, sid_dtype dtype, void *state, sid_report *report) {
-    sid_cursor cursor[SID_MAX_COUNT], again[SID_MAX_COUNT];
     const sid_plan *const p = g.plan;
     const uint32_t count = g.count;
+    /* No longer than there are payloads: for SID_MAX_COUNT of them they would take 384 KB of every thread's stack. */
+    sid_cursor cursor[count < SID_DECODE_PARTS ? SID_DECODE_PARTS : count], again[count];
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     g.cursor = cursor;
     const int memory = state && p->memory->vectors;

@@ -158,13 +158,13 @@ static void ask_for_gradient(const sid_plan *p, const place *here) {
 }
 
 /* Elements [from, to). stored: acc is in the state already; clean: as of make_tile; summed: what is written is added to the
- * checksum. */
-static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean, int summed) {
+ * checksum. room: for vectors that are not floats; else NULL. */
+static void tiles_in(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean, int summed,
+                     sid_room *room) {
     const sid_plan *p = w->plan;
     const sid_state *const origin = sid_origin(w->state, w->step), *const source = stored ? w->state : origin;
     const int ahead = p->ahead && p->memory->vectors;
     SID_LINE float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
-    sid_room room;
     place here = {seg, from};
     while (from < to && here.off >= here.seg->len) {
         here.off -= here.seg->len;
@@ -175,7 +175,7 @@ static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t t
         float *vec[SID_MAX_VECTORS];
         if (ahead) ask_for_kept(p, source, offset, AHEAD);
         if (origin != w->state && !stored) copy_tile(p, w->state, origin, offset, len);
-        sid_vectors_load(p, w->state, offset, len, &room, vec);
+        sid_vectors_load(p, w->state, offset, len, room, vec);
         const float *acc = stored ? vec[0] : make_tile(w, &here, vec, offset, len, clean, half, buf, raw);
         if (!stored) sid_vectors_store(p, w->state, offset, len, vec);
         if (ahead && offset + len < to) {
@@ -185,6 +185,20 @@ static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t t
         p->codec->tile(w, acc, offset, len);
         if (summed) sid_payload_sum(p, w->payload, p->codec->written(w, offset + len), &w->summed);
     }
+}
+
+/* The room takes 64 KB of stack, so only those have it who need it. */
+static __attribute__((noinline)) void tiles_of_halves(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t to,
+                                                      int stored, int clean, int summed) {
+    sid_room room;
+    tiles_in(w, seg, from, to, stored, clean, summed, &room);
+}
+
+static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean, int summed) {
+    if (w->plan->kept == SID_F32)
+        tiles_in(w, seg, from, to, stored, clean, summed, NULL);
+    else
+        tiles_of_halves(w, seg, from, to, stored, clean, summed);
 }
 
 static void make_pass(sid_pass *w, const sid_segment *seg) {
