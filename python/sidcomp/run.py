@@ -459,9 +459,8 @@ class UpdateRun(Run):
         return "\n".join(lines)
 
     def stats(self) -> dict[str, Any]:
-        """As `State.stats`, and "discarded": exchanges that did not count, because what some rank's optimizer
-        did was not finite; with a deadline, to which this rank added nothing for that reason. With "auto"
-        since it has chosen."""
+        """As `State.stats`, and "discarded": exchanges that did not count because an update was not finite
+        (with a deadline: this rank's). With "auto" since it has chosen."""
         return {**super().stats(), "discarded": self.updates.discarded}
 
     def common(self) -> AbstractContextManager[torch.nn.Module]:
@@ -506,9 +505,8 @@ class UpdateRun(Run):
             if not pair or tuple(chosen) not in (*CANDIDATES, *WITH_SGD):
                 raise CheckpointError(f'"chosen" is {chosen!r}, which is nothing that "auto" chooses')
         updates, own = self.updates, self.updates.every
-        observer = self._choosing if chosen is not None else None
-        if observer is not None and observer.spec is not None:
-            observer = None  # it has chosen
+        undecided = self._choosing is not None and self._choosing.spec is None
+        observer = self._choosing if chosen is not None and undecided else None
         its: Any = saved["updates"].get("every") if isinstance(saved["updates"], dict) else None
         every: int = its if observer is not None and observer.waits(its) else own
         try:
