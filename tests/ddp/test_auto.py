@@ -274,7 +274,7 @@ class Alone(search.Search):
     def __init__(self, took: Callable[[bool], int], before: tuple[int, int]) -> None:
         super().__init__(sidcomp.State("auto", candidates=["topk"]).settings, None)
         self._took = took  # type: ignore[method-assign, assignment]
-        self._plain = [iterations.Iteration(ns, True, None) for ns in before]
+        self._plain = [iterations.Iteration(ns, True, None, 1, ns) for ns in before]
 
     def _of_ranks(self, values: list[int]) -> list[tuple[int, ...]]:
         return [(value,) for value in values]
@@ -288,7 +288,7 @@ class Alone(search.Search):
         while True:
             ns = self._took(order.regime != controller.PLAIN)  # type: ignore[arg-type, call-arg]
             try:
-                order = script.send(iterations.Iteration(ns, True, None))  # type: ignore[arg-type]
+                order = script.send(iterations.Iteration(ns, True, None, 1, ns))  # type: ignore[arg-type]
             except StopIteration as stop:
                 return list(stop.value["pairs"])
 
