@@ -323,6 +323,7 @@ def one_cannot_replace(rank: int, world: int, folder: str) -> None:
             it.save(folder)
         dist.barrier()
         assert own.is_dir() and len(list(Path(folder).iterdir())) == 2
+        dist.barrier()
         if rank == 1:
             own.rmdir()
         dist.barrier()
