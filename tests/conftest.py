@@ -16,13 +16,15 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
-WITH_RANKS = ("ddp", "doors", "frameworks", "native", "runtime")
+# Folders, and files of others, whose tests start ranks.
+WITH_RANKS = {"ddp", "doors", "frameworks", "native", "runtime"}
+WITH_RANKS |= {"test_bench.py", "test_examples.py", "test_netlab.py", "test_two_machines.py"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """SHARE=N: of the tests that differ in their parameters one in N. REST=N: of the rest one in N in the
-    folders whose tests start ranks, and those of cuda/, which build an emulation, in every third turn.
+    """SHARE=N: of the tests that differ in their parameters one in N. REST=N: of the rest one in N where
+    tests start ranks, and those of cuda/, which build an emulation, in every third turn.
     TURN=T: other ones for each T. Where tests are marked as many, every other one is slow."""
     for item in items:
         if item.get_closest_marker("many") and zlib.crc32(item.nodeid.encode()) % 2:
@@ -34,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.parent.name
         if folder == "cuda" and rest > 1 and turn % 3:
             return True
-        one_in = share if "[" in item.name else rest if folder in WITH_RANKS else 1
+        one_in = share if "[" in item.name else rest if WITH_RANKS & {folder, item.path.name} else 1
         # Half of the hash: its last bit says which of many are slow.
         return (zlib.crc32(item.nodeid.encode()) // 2 - turn) % one_in > 0
 
