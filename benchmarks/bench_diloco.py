@@ -65,7 +65,7 @@ OURS = {
     "updates, topk": Way("topk", {"ratio": 30}),
     "updates, int4, every 4": Way("int4", {"every": 4, "options": TWICE}),
     "updates, 1/100": Way("auto", {"ratio": 100}),
-    "updates, int4, every 13": Way("int4", {"every": 13, "options": TWICE}),
+    "updates, 1 bit, every 3": Way("deadzone", {"bits": 1.0, "every": 3, "options": TWICE}),
     "updates, 1 bit, every 32": Way("deadzone", {"bits": 1.0, "every": 32, "options": TWICE}),
 }
 BY_ROWS, UNCORRECTED, MEMORY = (
@@ -76,9 +76,9 @@ BY_ROWS, UNCORRECTED, MEMORY = (
 HUNDREDTH = {
     "updates, 1/100": OURS["updates, 1/100"],
     "1/100, values of 4 bits": Way("auto", {"ratio": 100, "values": "log4"}),
-    "updates, 1 bit, every 3": Way("deadzone", {"bits": 1.0, "every": 3, "options": TWICE}),
+    "updates, 1 bit, every 3": OURS["updates, 1 bit, every 3"],
     "updates, 2 bits, every 6": Way("int2", {"every": 6, "options": TWICE}),
-    "updates, int4, every 13": OURS["updates, int4, every 13"],
+    "updates, int4, every 13": Way("int4", {"every": 13, "options": TWICE}),
     "1/100, 1/32 in the first 432 steps": Way("auto", {"density": sidcomp.Schedule({0: 0.145, 432: 0.0366})}),
     "1/100, noise correction by rows": Way("auto", {"ratio": 100, "options": BY_ROWS}),
     "1/100, no noise correction": Way("auto", {"ratio": 100, "options": UNCORRECTED}),

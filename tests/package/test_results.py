@@ -140,7 +140,7 @@ def test_the_losses_of_updates() -> None:
     }
     of_texts = {
         ("int4", 4): "updates, int4, every 4",
-        ("int4", 13): "updates, int4, every 13",
+        (1.0, 3): "updates, 1 bit, every 3",
         (100, 1): "updates, 1/100",
         (1.0, 32): "updates, 1 bit, every 32",
     }

@@ -129,7 +129,7 @@ ADAPTIVE_UPDATES = (
         _ADAMW,
         1,
     ),
-    Measured(INT4, _runs({"byte transformer": {4: 3.4}}), {}, 13),
+    Measured(("deadzone", {"bits": 1.0}), _runs({"byte transformer": {4: 1.9}}), {}, 3),
     Measured(INT4, _runs({"byte transformer": {4: 1.5}}), {}, 4),
     Measured(
         FORTIETH,
