@@ -413,8 +413,8 @@ static uint64_t stream_length(const sid_plan *p, uint32_t count, uint32_t *parts
     return deadzone_form_of(p).stream;
 }
 
-/* Up to SID_PART_TILE elements of each of `parts` streams, one after the other, of each payload. A cursor, of payload r and stream i at place
- * r + i * g->count: pos, the next word; left, 1 where the stream has words; state, the lanes' states. */
+/* Up to SID_PART_TILE elements of each of `parts` streams, one after the other, of each payload. A cursor, of payload r and
+ * stream i at place r + i * g->count: pos, the next word; left, 1 where the stream has words; state, the lanes' states. */
 static void decode_streams(sid_gather *g, float *const *out, uint64_t offset, uint32_t parts, uint32_t len) {
     const sid_plan *p = g->plan;
     const deadzone_form f = deadzone_form_of(p);

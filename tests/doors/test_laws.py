@@ -17,6 +17,7 @@ import torch.distributed as dist
 from harness import on_ranks, run
 from heard import logged, warned
 from local_training import alike, backward, flat, network, train
+from sidcomp.local import saved_updates
 from test_compress import adamw, sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -366,6 +367,28 @@ def test_the_best_parameters_stay_at_the_end(rank: int, world: int, kind: str) -
         module.load_state_dict(best)
         with it.common():
             assert (averaged, torch.equal(flat(module), at)) == (True, True)
+
+
+@on_ranks(2)
+def test_a_save_that_fails_inside_common_leaves_the_common_parameters(rank: int, world: int) -> None:
+    """Which are in the module until the end of the block, and this rank's own after it."""
+    module = network()
+    optimizer = sgd(module)
+    with sidcomp.compress(module, optimizer, "topk", density=0.3) as it:
+        train(module, optimizer, rank, range(3))
+        own = flat(module)
+        with it.common():
+            common = flat(module)
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(saved_updates, "save", failing)
+                it.state_dict()
+            assert torch.equal(flat(module), common) and not torch.equal(common, own)
+        assert torch.equal(flat(module), own)
+        it.average()
+
+
+def failing(*_: Any) -> None:
+    raise MemoryError
 
 
 @on_ranks(2)

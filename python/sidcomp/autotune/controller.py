@@ -131,8 +131,10 @@ class Controller(Monitoring):
         if self._order.regime == self.base:
             return False
         self._p = p
-        self._fall_back(f"the groups of a plan could not be made ({type(error).__name__}: {error})")
-        self._p = None
+        try:
+            self._fall_back(f"the groups of a plan could not be made ({type(error).__name__}: {error})")
+        finally:
+            self._p = None
         return True
 
     @property

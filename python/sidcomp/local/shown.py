@@ -43,9 +43,11 @@ class Shown:
         inside = bool(self)
         if inside:
             self.hide()
-        yield
-        if inside:
-            self.show()
+        try:
+            yield
+        finally:
+            if inside:
+                self.show()
 
     def refuse(self, what: str) -> None:
         """Raises SetupError if the point is in the module, because `what` would be undone by `hide`."""
