@@ -35,6 +35,7 @@ from sidcomp.local.vectors import (
     open_engine,
     refuse_converted,
     serve,
+    share,
     trained,
     whereabouts,
 )
@@ -59,8 +60,8 @@ class Updates:
                             al. 2022)
 
     module          any module but DDP, also one that fully_shard has sharded inside a node. Rank 0's
-                    parameters and buffers are copied to all ranks here, and rank 0's buffers again after each
-                    exchange
+                    parameters and buffers are copied to all ranks here, unless all have the same bytes, and
+                    rank 0's buffers again after each exchange
     optimizers      of the module's parameters: one, or a list, such as [muon, adamw]
     state           for the updates. error="parameters" takes float32 parameters and a memory that keeps what
                     was not sent. error="memory" takes any memory, and a named codec with fixed groups
@@ -80,9 +81,7 @@ class Updates:
                     error="memory" those of optimizers with two betas, such as Adam. "rows": these, row by
                     row, in the exchange. None: with error="parameters" the parameters of optimizers with two
                     betas, with error="memory" none
-    host, stale     as in `sidcomp.Options`
-    deadline, process_group, scaler
-                    as in `sidcomp.compress`
+    host, stale     as in `sidcomp.Options`; deadline, process_group, scaler: as in `sidcomp.compress`
     agree           what else must be the same on all ranks, by name
 
     It takes 12 bytes for each float32 parameter (update, point, base), 8 with error="memory" and no delay;
@@ -177,7 +176,7 @@ class Updates:
         self._group = group
         check_devices(self.vectors, group)
         compare(named, self.module, group, same, self.shards.part)
-        broadcast([*map(own_part, self.module.parameters()), *self.module.buffers()], group)
+        share([*map(own_part, self.module.parameters()), *self.module.buffers()], group)
         for v in self.vectors:
             v.start()
         optimized = [p for one in self._optimizers for of in one.param_groups for p in of["params"]]
