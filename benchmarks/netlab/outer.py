@@ -21,6 +21,7 @@ from sidcomp.doors.ddp import register
 from sidcomp.local.steps import Updates
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.examples import Task
 from benchmarks.netlab.rank import task_of, transmitted
 from benchmarks.ranks import answer
 
@@ -84,8 +85,8 @@ def outer_of(state: sidcomp.State) -> Any:
 class Run:
     """One way: its model and optimizer, and the ends of its steps by this rank's clock."""
 
-    def __init__(self, spec: dict[str, Any], name: str, every: int, rank: int, world: int) -> None:
-        self.task = task_of(spec["task"], rank, world, None)
+    def __init__(self, spec: dict[str, Any], name: str, every: int, task: Task) -> None:
+        self.task = task
         self.seed: int = spec["seed"]
         self.bfloat16: bool = spec["bfloat16"]  # forward and backward
         torch.manual_seed(self.seed)
@@ -166,7 +167,7 @@ class Run:
 def learn(rank: int, world: int, spec: dict[str, Any]) -> dict[str, float]:
     """Trains one way, for whole rounds: its loss, and how many times fewer bytes than an all-reduce it has
     sent."""
-    run = Run(spec, spec["way"], spec["every"], rank, world)
+    run = Run(spec, spec["way"], spec["every"], task_of(spec["task"], rank, world, None))
     run.train(spec["steps"])
     if run.updates is not None and not run.in_parameters:
         run.updates.land()
@@ -194,14 +195,16 @@ def warm(run: Run, every: int) -> None:
 
 def compare(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Every way: the ends of its steps on all ranks, and the bytes that this host sent. turns: so often the
-    ways alternate, and all of them are alive meanwhile; with one turn each ends before the next begins."""
+    ways alternate, and all of them are alive meanwhile; with one turn each ends before the next begins. They
+    share the task: the pace of a paced one is measured once."""
     rank, world, turns = dist.get_rank(), dist.get_world_size(), spec.get("turns", 1)
+    task = task_of(spec["task"], rank, world, None)
     out = []
     alive: list[Run | None] = []
     for turn in range(turns):
         for i, (name, every) in enumerate(spec["ways"]):
             if turn == 0:
-                alive.append(Run(spec, name, every, rank, world))
+                alive.append(Run(spec, name, every, task))
             run = alive[i]
             assert run is not None
             if turn == 0:
