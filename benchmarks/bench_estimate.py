@@ -12,11 +12,11 @@ than cores share them, so the codecs are taken to be slower by as much.
 With --paced a rank waits as long as it computes when as many ranks as there are cores compute.
 
 --surface: how much of the step without communication is left over links so slow that plain DDP's exchange
-takes 12 to 1428 times as long as a step computes. Plain DDP itself is computed, not run: it would take hours.
+takes 12 to 1428 times as long as a step computes, which is measured first. Plain DDP itself is computed, not
+run: it would take hours.
 """
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -37,12 +37,12 @@ from benchmarks.examples import TASKS, flags
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 
 ALONE = "no communication"
-SURFACE = ("176mbit", "38mbit", "6800kbit", "1480kbit")
+SURFACE = (12, 56, 312, 1428)  # plain DDP's exchange over a step without communication
 ON_SURFACE = [
-    ("updates, 1/100", 1),
     ("updates, 1/100", 8),
     ("LocalError, deadzone, two-shot", 32),
     ("LocalError, deadzone, two-shot, delay", 64),
+    ("LocalError, deadzone, two-shot", 128),
 ]
 # A way of benchmarks/netlab/outer.py, steps between exchanges, whose prediction it is (None: plain DDP's).
 WAYS: list[tuple[str, int, tuple[str, CodecSpec] | None]] = [
@@ -109,26 +109,31 @@ def bits_per_second(shown: str) -> float:
     return parse_rate(shown.removesuffix("/s").replace(" ", "")) or 0.0
 
 
-def surface(task: str, world: int, rate: str, steps: int, turns: int) -> list[dict[str, Any]]:
+def surface(task: str, world: int, turns: int) -> list[dict[str, Any]]:
     """What share of the step without communication each way leaves."""
-    with Lab.build(world, parse_rate(rate)) as hosts:
-        hosts.introduce()
-        took = means(run(hosts, f"{task}-paced", [(ALONE, 1), *ON_SURFACE], steps, turns))
-    alone = took[ALONE, 1]
     elements = sum(p.numel() for p in TASKS[task](0, world, 1, "cpu").model().parameters())
-    dense = 1e3 * 8 * 4 * elements * 2 * (world - 1) / world / (parse_rate(rate) or math.inf)
-    head = {
-        "hosts": str(world),
-        "link": show_rate(parse_rate(rate)),
-        "alone, ms": f"{alone:.1f}",
-        "dense exchange / step": f"{dense / alone:.0f}",
-    }
-    rows = [{**head, "way": "DDP", "every": "1", "share": f"{100 * alone / (alone + dense):.2f} %"}]
-    for way, every in ON_SURFACE:
-        rows.append(
-            {**head, "way": way, "every": str(every), "share": f"{100 * alone / took[way, every]:.1f} %"}
-        )
-    print(*rows, sep="\n", flush=True)
+    bits = 8 * 4 * elements * 2 * (world - 1) / world
+    rows, steps, task = [], 32, f"{task}-paced"
+    with Lab.build(world, None) as hosts:
+        alone = means(run(hosts, task, [(ALONE, 1)], steps, turns))[ALONE, 1]
+    for ratio in SURFACE:
+        rate = round(bits / (ratio * alone / 1e3))
+        with Lab.build(world, rate) as hosts:
+            hosts.introduce()
+            took = means(run(hosts, task, [(ALONE, 1), *ON_SURFACE], steps, turns))
+        alone = took[ALONE, 1]
+        dense = 1e3 * bits / rate
+        head = {
+            "hosts": f"{world} paced",
+            "link": show_rate(rate),
+            "alone, ms": f"{alone:.1f}",
+            "dense exchange / step": f"{dense / alone:.0f}",
+        }
+        rows.append({**head, "way": "DDP", "every": "1", "share": f"{100 * alone / (alone + dense):.2f} %"})
+        for way, every in ON_SURFACE:
+            share = f"{100 * alone / took[way, every]:.1f} %"
+            rows.append({**head, "way": way, "every": str(every), "share": share})
+        print(*rows[-1 - len(ON_SURFACE) :], sep="\n", flush=True)
     return rows
 
 
@@ -193,15 +198,14 @@ def main(argv: list[str] | None = None) -> int:
     table: list[dict[str, Any]] = []
     try:
         if args.surface:
-            for rate in SURFACE:
-                table += surface(args.task, 4, rate, args.steps, args.turns)
+            table = surface(args.task, 4, args.turns)
         else:
             for world, rate in product(args.world, args.rate):
                 table += cell(args.task, world, rate, args.steps, args.turns, args.paced)
     except LabError as e:
         print(f"bench_estimate: {e}", file=sys.stderr)
         return 1
-    if args.save and kept.exists():
+    if args.save and kept.exists() and not args.surface:
         new = {(row["hosts"], row["link"]) for row in table}
         others = [r for r in json.loads(kept.read_text())["rows"] if (r["hosts"], r["link"]) not in new]
         table = sorted(others + table, key=lambda row: (row["hosts"], bits_per_second(row["link"])))

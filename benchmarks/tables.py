@@ -186,6 +186,20 @@ def estimated() -> list[Row]:
 
 
 @table
+def utilization() -> list[Row]:
+    """The share of a step that links leave over which plain DDP's exchange takes so many steps."""
+    delayed = "LocalError, deadzone, two-shot, delay"
+    names = {**ESTIMATED, "DDP": "plain DDP, computed", delayed: "the same, `delay=64`"}
+    out: dict[tuple[str, str], Row] = {}
+    for row in record("utilization")["rows"]:
+        cells = out.setdefault(
+            (row["way"], row["every"]), {"sends": names[row["way"]], "every": row["every"]}
+        )
+        cells[f"{row['dense exchange / step']} steps"] = row["share"]
+    return list(out.values())
+
+
+@table
 def predicted() -> list[Row]:
     """How far the planner's model is off, by kind of plan."""
     errors: dict[str, list[float]] = {}

@@ -335,10 +335,11 @@ class Lab:
             stdout=subprocess.PIPE,
             text=True,
         )
+        limit = 30 + 1e8 / (self.rate or math.inf)  # some megabytes travel
         try:
-            text, _ = send.communicate(timeout=30)
+            text, _ = send.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            raise LabError("the calibration did not end within 30 s: is the network up?") from None
+            raise LabError(f"the calibration did not end within {limit:.0f} s: is the network up?") from None
         finally:
             self._stop([listen, send])
         if send.returncode:
