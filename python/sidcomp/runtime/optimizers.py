@@ -87,25 +87,23 @@ def _unwrapped(optimizer: Any, around: list[Any]) -> list[Any]:
 
 
 def wraps(optimizer: Any, others: Collection[int]) -> bool:
-    """Whether it is one of these optimizers, given by their ids, or holds one, in whatever lists and
-    dictionaries."""
-    seen: set[int] = set()
-    left: list[Any] = [optimizer]
-    while left:
-        one = left.pop()
+    """Whether it is one of these optimizers, given by their ids, or holds one."""
+    found = [optimizer]
+    for one in found:  # which grows
         if id(one) in others:
             return True
-        inside = vars(one) if isinstance(one, torch.optim.Optimizer) else one
-        if id(one) not in seen and isinstance(inside, dict | list | tuple):
-            seen.add(id(one))
-            left += inside.values() if isinstance(inside, dict) else inside
+        found += [o for o in _held(one) if not any(o is f for f in found)]
     return False
 
 
 def _held(optimizer: Any) -> list[Any]:
-    """The optimizers in the attributes, also those in lists and dictionaries."""
-    found: list[Any] = []
-    for value in vars(optimizer).values():
-        several = value.values() if isinstance(value, dict) else value
-        found += several if isinstance(several, list | tuple | type({}.values())) else [value]
-    return [o for o in found if isinstance(o, torch.optim.Optimizer)]
+    """The optimizers in its attributes, and in the lists and dictionaries there; not those inside these."""
+    found, seen = [], set()
+    left: list[Any] = [vars(optimizer)]
+    for one in left:  # which grows
+        if isinstance(one, torch.optim.Optimizer):
+            found.append(one)
+        elif isinstance(one, dict | list | tuple) and id(one) not in seen:
+            seen.add(id(one))
+            left += one.values() if isinstance(one, dict) else one
+    return found
