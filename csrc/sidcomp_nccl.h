@@ -31,11 +31,9 @@ enum {
 sid_status sid_nccl_open(const char *path, void *mem, size_t *bytes, sid_error *err);
 int sid_nccl_version(const sid_nccl *lib); /* 22809 is 2.28.9 */
 
-/* One rank makes an id, and all join with it, each with its own device unless NCCL is told otherwise. blocking: NCCL
- * works in the calling thread instead of starting one for each call. That may be cheaper, but joining then has no time limit:
- * it waits forever for a rank that never joins. */
+/* One rank makes an id, and all join with it, each with its own device unless NCCL is told otherwise. */
 sid_status sid_nccl_unique_id(const sid_nccl *lib, void *id, sid_error *err);
-sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uint32_t world, int device, int blocking,
+sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uint32_t world, int device,
                          uint32_t limit_ms, void *mem, size_t *bytes, sid_error *err);
 /* SID_OK, or why the communicator has ended. */
 sid_status sid_nccl_poll(sid_nccl_comm *c, sid_error *err);

@@ -264,10 +264,10 @@ static sid_status judge(sid_nccl_comm *c, int result, const char *what, sid_erro
     return end(c, status_of(result), err);
 }
 
-sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uint32_t world, int device, int blocking,
+sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uint32_t world, int device,
                          uint32_t limit_ms, void *mem, size_t *bytes, sid_error *err) {
     sid_nccl_comm *c = mem;
-    nccl_config config = {24, CONFIG_MAGIC, SID_NCCL_LEAST, blocking != 0, UNSET, UNSET, UNSET, NULL};
+    nccl_config config = {24, CONFIG_MAGIC, SID_NCCL_LEAST, 0, UNSET, UNSET, UNSET, NULL};
     nccl_id given;
     int before;
     if (err) err->text[0] = 0;

@@ -32,7 +32,7 @@ class Nccl {
 
 class Communicator {
   public:
-    Communicator(const Nccl &nccl, const py::bytes &id, uint32_t of, uint32_t all, int on, double limit, bool blocking)
+    Communicator(const Nccl &nccl, const py::bytes &id, uint32_t of, uint32_t all, int on, double limit)
         : rank(of), world(all), device(on) {
         const string bytes_of_id = id;
         if (bytes_of_id.size() != SID_NCCL_ID_BYTES)
@@ -43,12 +43,10 @@ class Communicator {
         const uint32_t ms = limit < 4e6 ? static_cast<uint32_t>(limit * 1000) : UINT32_MAX;
         sid_error err{};
         size_t bytes = 0;
-        check(sid_nccl_join(nccl.get(), bytes_of_id.data(), rank, world, device, blocking, ms, nullptr, &bytes, &err),
-              err);
+        check(sid_nccl_join(nccl.get(), bytes_of_id.data(), rank, world, device, ms, nullptr, &bytes, &err), err);
         memory_ = make_block(bytes);
         run([&](sid_error *e) {
-            return sid_nccl_join(nccl.get(), bytes_of_id.data(), rank, world, device, blocking, ms, memory_.get(),
-                                 &bytes, e);
+            return sid_nccl_join(nccl.get(), bytes_of_id.data(), rank, world, device, ms, memory_.get(), &bytes, e);
         });
     }
     sid_nccl_comm *get() { return static_cast<sid_nccl_comm *>(memory_.get()); }
@@ -149,9 +147,8 @@ void bind_nccl(py::module_ &m) {
 
     py::class_<Communicator> communicator(m, "Communicator");
     communicator
-        .def(py::init<const Nccl &, const py::bytes &, uint32_t, uint32_t, int, double, bool>(), arg("nccl"), arg("id"),
-             arg("rank"), arg("world"), py::kw_only(), arg("device"), arg("limit"), arg("blocking") = false,
-             py::keep_alive<1, 2>())
+        .def(py::init<const Nccl &, const py::bytes &, uint32_t, uint32_t, int, double>(), arg("nccl"), arg("id"),
+             arg("rank"), arg("world"), py::kw_only(), arg("device"), arg("limit"), py::keep_alive<1, 2>())
         .def_readonly("rank", &Communicator::rank)
         .def_readonly("world", &Communicator::world)
         .def_readonly("device", &Communicator::device)

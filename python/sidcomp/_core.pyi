@@ -224,8 +224,7 @@ class Nccl:
 
 class Communicator:
     """One rank's end of an NCCL communicator. A call that fails, or that takes longer than `limit` seconds,
-    ends it: every later call raises the same ExchangeError. Calls may come from several threads. blocking:
-    NCCL works in the calling thread; joining then has no limit."""
+    ends it: every later call raises the same ExchangeError. Calls may come from several threads."""
 
     def __init__(
         self,
@@ -236,7 +235,6 @@ class Communicator:
         *,
         device: int,
         limit: float,
-        blocking: bool = False,
     ) -> None: ...
     rank: int
     world: int

@@ -96,7 +96,7 @@ struct ncclComm {
     work todo;
     int has_work, ends, calls, finalized;
     _Atomic int state, gives_up;
-    int faulty, join_hangs, die, hang, error, later, refuse, blocking;
+    int faulty, join_hangs, die, hang, error, later, refuse;
 };
 typedef struct ncclComm *ncclComm_t;
 
@@ -265,15 +265,6 @@ static int start(ncclComm_t c, const work *w) {
     return IN_PROGRESS;
 }
 
-/* What the call returns that has started this: at once, or when it is done. */
-static int done(const struct ncclComm *c, int result) {
-    while (c->blocking && result == IN_PROGRESS) {
-        result = c->state;
-        if (result == IN_PROGRESS) rest();
-    }
-    return result;
-}
-
 static int number(const char *name) {
     const char *s = getenv(name);
     return s ? atoi(s) : -1;
@@ -304,7 +295,7 @@ int ncclCommInitRankConfig(ncclComm_t *comm, int world, ncclUniqueId id, int ran
     memcpy(&config, given, size);
     if (config.magic != 0xcafebeef || config.version < 21400 || world > MOST || rank >= world) return INVALID_ARGUMENT;
     if (config.version < 21700) config.cgaClusterSize = config.minCTAs = config.maxCTAs = UNDEFINED;
-    if ((config.blocking & ~1) || config.cgaClusterSize != UNDEFINED || config.minCTAs != UNDEFINED)
+    if (config.blocking || config.cgaClusterSize != UNDEFINED || config.minCTAs != UNDEFINED)
         return INVALID_ARGUMENT;
     int version;
     ncclGetVersion(&version);
@@ -331,14 +322,13 @@ int ncclCommInitRankConfig(ncclComm_t *comm, int world, ncclUniqueId id, int ran
     c->error = number("FAKE_NCCL_ERROR");
     c->later = number("FAKE_NCCL_LATER");
     c->refuse = number("FAKE_NCCL_REFUSE");
-    c->blocking = config.blocking;
     c->state = IN_PROGRESS;
     pthread_mutex_init(&c->lock, NULL);
     pthread_cond_init(&c->turn, NULL);
     if (c->common == MAP_FAILED || pthread_create(&c->thread, NULL, run, c)) return SYSTEM;
     if (++c->common->left == world) unlink(id.internal); /* all have it open */
     *comm = c;
-    return done(c, IN_PROGRESS);
+    return IN_PROGRESS;
 }
 
 int ncclCommGetAsyncError(ncclComm_t c, int *state) {
@@ -388,7 +378,7 @@ int ncclAllGather(const void *in, void *out, size_t count, int type, ncclComm_t 
     if (result != IN_PROGRESS) return result;
     memmove((uint8_t *)out + (uint64_t)c->rank * bytes, in, bytes);
     note("all-gather", c, bytes);
-    return done(c, result);
+    return result;
 }
 
 static int reduce(int which, const void *in, void *out, size_t count, int type, ncclComm_t c) {
@@ -409,7 +399,7 @@ static int reduce(int which, const void *in, void *out, size_t count, int type, 
     const int result = start(c, &w);
     if (result != IN_PROGRESS) free(w.gathered);
     if (result == IN_PROGRESS) note(which == 2 ? "reduce-scatter" : which == 3 ? "average" : "all-reduce", c, bytes);
-    return done(c, result);
+    return result;
 }
 
 int ncclAllReduce(const void *in, void *out, size_t count, int type, int op, ncclComm_t c, void *stream) {
@@ -453,7 +443,7 @@ int ncclGroupStart(void) {
 }
 int ncclGroupEnd(void) {
     if (grouped-- != 1) return INVALID_USAGE;
-    return group_of ? done(group_of, start(group_of, &open_group)) : SUCCESS;
+    return group_of ? start(group_of, &open_group) : SUCCESS;
 }
 
 const char *ncclGetErrorString(int result) {

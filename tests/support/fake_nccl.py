@@ -50,9 +50,7 @@ def faults(**values: object) -> Iterator[None]:
             del os.environ[name]
 
 
-def joined(
-    world: int, limit: float, each: Callable[[_core.Communicator], Any], blocking: bool = False
-) -> list[Any]:
+def joined(world: int, limit: float, each: Callable[[_core.Communicator], Any]) -> list[Any]:
     """What `each` returns or raises for the communicators of `world` ranks, one a thread."""
     library = _core.Nccl(str(build()))
     name = library.unique_id()
@@ -60,7 +58,7 @@ def joined(
 
     def rank(r: int) -> None:
         try:
-            c = _core.Communicator(library, name, r, world, device=0, limit=limit, blocking=blocking)
+            c = _core.Communicator(library, name, r, world, device=0, limit=limit)
             out[r] = each(c)
         except BaseException as e:  # pytest's own are no Exceptions
             out[r] = e

@@ -78,9 +78,8 @@ class Native:
         if not any(name):
             raise failure or ExchangeError("NCCL: rank 0 could not make an id; look at its output")
         self.communicator = _core.Communicator(
-            library, name, exchange.rank, exchange.world, device=device, limit=limit,
-            blocking=os.environ.get("SIDCOMP_NCCL_BLOCKING") == "1",
-        )  # fmt: skip
+            library, name, exchange.rank, exchange.world, device=device, limit=limit
+        )
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=_watch,
