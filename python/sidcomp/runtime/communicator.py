@@ -343,13 +343,13 @@ class Exchange:
 
     @property
     def averages(self) -> bool:
-        """Whether `average` is possible."""
+        """Whether a group is averaged where it is on a device."""
         return "nccl" in self.backend and self.device.type == "cuda"
 
     def average(self, tensor: torch.Tensor) -> dist.Work:
-        """As all_reduce; each rank's elements are divided by the number of ranks, in no pass of their own."""
-        work = dist.all_reduce(tensor, dist.ReduceOp.AVG, group=self.group, async_op=True)
-        return cast(dist.Work, work)
+        """As all_reduce, of what each rank has divided by the number of ranks, as plain DDP does. NCCL can divide
+        while it sums, but a switch that sums (NVLink SHARP) cannot: it takes no part in ReduceOp.AVG of floats."""
+        return self.all_reduce(tensor.mul_(1.0 / self.world))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
         return cast(dist.Work, _all_gather(out, tensor, group=self.group, async_op=True))
