@@ -505,13 +505,15 @@ def test_every_flag_has_help(
         ("resnet101", 314, 2_680_698),
         ("transformer", 200, 1_407_136),
         ("lstm", 11, 3_580_160),
+        ("words", 7, 3_251_200),
+        ("passages", 27, 821_376),
     ],
 )
-def test_deep_tasks_have_their_originals_tensors(
+def test_tasks_have_the_tensors_they_are_for(
     name: str, tensors: int, elements: int, parse: Callable[..., argparse.Namespace]
 ) -> None:
-    """As many tensors as the networks they are named for (the transformer: as BERT-base but one), trainable
-    and measurable."""
+    """The deep ones as many as the networks they are named for (the transformer: as BERT-base but one); all
+    are trainable and measurable."""
     pytest.importorskip("sklearn")
     assert parse("--task", name).task == name
     torch = importlib.import_module("torch")
