@@ -347,8 +347,8 @@ class Exchange:
         return "nccl" in self.backend and self.device.type == "cuda"
 
     def average(self, tensor: torch.Tensor) -> dist.Work:
-        """As all_reduce, of what each rank has divided by the number of ranks, as plain DDP does. NCCL can divide
-        while it sums, but a switch that sums (NVLink SHARP) cannot: it takes no part in ReduceOp.AVG of floats."""
+        """As all_reduce, of what each rank has divided by the number of ranks, as plain DDP does. NCCL can
+        divide while it sums, but NVLink SHARP cannot: it takes no part in ReduceOp.AVG of floats."""
         return self.all_reduce(tensor.mul_(1.0 / self.world))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
