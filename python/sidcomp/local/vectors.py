@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import notices
+from sidcomp.address import address
 from sidcomp.doors.names import named_parameters, roles
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.local.gradient_noise import Noise
@@ -459,8 +460,9 @@ def share(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     seen = hashlib.blake2b(digest_size=16)
     for x in tensors:
         own = x.detach().cpu().contiguous()
-        if own.numel():
-            seen.update((c_char * (own.numel() * own.element_size())).from_address(own.data_ptr()))
+        if n := own.numel():
+            at = address(own, "what the ranks begin with", own.dtype, n)
+            seen.update((c_char * (n * own.element_size())).from_address(at))
     told: list[Any] = [None] * dist.get_world_size(group)
     with exchanging("comparing the ranks' tensors"):
         dist.all_gather_object(told, seen.digest(), group=group)
