@@ -23,6 +23,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as checkpoint_of
 
@@ -104,6 +105,24 @@ def test_accumulation_and_mixed_precision_have_the_bits_of_plain_hsdp(accumulate
     ours = run(hybrid, 4, "none", {"groups": "model"}, how)
     for (theirs, _, _), (mine, _, _) in zip(plain, ours, strict=True):
         assert torch.equal(theirs, mine)
+
+
+def columns(p: torch.Tensor) -> Shard:
+    return Shard(min(1, p.dim() - 1))
+
+
+@on_ranks(4)
+def test_shards_of_columns_have_the_bits_of_plain_hsdp(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+    trained = []
+    for codec in (None, "none"):
+        model = sharded(mesh, shard_placement_fn=columns)
+        with sidcomp.State("none") as state:
+            if codec:
+                sidcomp.fsdp.compress(model, state)
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(3))
+        trained.append(flat(model))
+    assert torch.equal(*trained)
 
 
 # ---- compression

@@ -175,6 +175,9 @@ class Unit:
                     mine.reduce_scatter_process_group = info.reduce_scatter_process_group
                 else:
                     mine = fsdp2.DataParallelMeshInfo(replicate_mesh_dim=info.replicate_mesh_dim, **shared)
+                if group.post_forward_mesh_info is info:
+                    # Otherwise FSDP takes it for another mesh, and copies the shards after the forward pass.
+                    group.post_forward_mesh_info = mine
                 group.mesh_info = mine
         group._all_reduce_hook = Hook(owner, arrive, info)
         group.post_backward = self._post_backward
