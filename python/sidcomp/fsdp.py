@@ -13,6 +13,7 @@ groups that it may choose itself, while the backward pass continues.
 import re
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -188,17 +189,8 @@ def _cut(parts: Sequence[dict[str, Any]], units: Sequence["Unit"]) -> dict[str, 
             shapes[name] = shape
             if any(name not in s["residuals"] for s in parts):
                 continue
-            pieces = [s["residuals"][name] for s in parts]
-            rows, width = p.sharded_param.shape[0], p.sharded_param.shape.numel() // p.sharded_param.shape[0]
-            each = -(-rows // len(parts))
-            if any(x.shape[1] != each * width for x in pieces):
-                raise CheckpointError(f"the states are of another model: {name!r} has another size")
-            whole = torch.cat([x.view(len(x), each, width) for x in pieces], 1)[:, :rows]
-            start = unit.place()[0] * shape[0]
-            own = whole[:, start : start + shape[0]]
-            out = whole.new_zeros(len(whole), shape[0], width)
-            out[:, : own.shape[1]] = own
-            residuals[name] = out.flatten(1)
+            whole = _joined(name, parts, tuple(p.sharded_param.shape))
+            residuals[name] = _shard(whole, shape, p.fsdp_placement.dim, unit.place()[0])
     if gone := [name for s in parts for name in s["residuals"] if name not in shapes]:
         raise CheckpointError(f"the states are of another model: this one lacks {shorten(gone)}")
     none = torch.zeros(0, dtype=torch.uint8, device="cpu")
@@ -214,6 +206,37 @@ def _cut(parts: Sequence[dict[str, Any]], units: Sequence["Unit"]) -> dict[str, 
         "controller": None,
         "part": units[0].part(),
     }
+
+
+def _joined(name: str, parts: Sequence[dict[str, Any]], whole: tuple[int, ...]) -> torch.Tensor:
+    """Returns what all shards kept of a parameter of shape `whole`: (vectors, *whole). The shape of a shard
+    tells over which dimension the parameter was sharded: FSDP2 pads shards in the first one alone."""
+    shards = len(parts)
+    saved = {
+        tuple(shape)
+        for s in parts
+        for g in s["layout"]
+        for n, shape in zip(g["names"], g["shapes"], strict=True)
+        if n == name
+    }
+    of = [(dim, (*whole[:dim], -(-size // shards), *whole[dim + 1 :])) for dim, size in enumerate(whole)]
+    dim, shape = next((one for one in of if {one[1]} == saved), (0, ()))
+    pieces = [s["residuals"][name] for s in parts]
+    if not shape or any(x.shape[1] != prod(shape) for x in pieces):
+        raise CheckpointError(
+            f"the states are of another model: {name!r} has another size, shards of "
+            f"{sorted(map(list, saved))}, and here all {shards} shards together have {list(whole)}"
+        )
+    return torch.cat([x.view(len(x), *shape) for x in pieces], 1 + dim).narrow(1 + dim, 0, whole[dim])
+
+
+def _shard(whole: torch.Tensor, shape: tuple[int, ...], dim: int, number: int) -> torch.Tensor:
+    """Cuts one shard, padded to `shape`, out of what `_joined` returned: (vectors, elements)."""
+    out = whole.new_zeros(len(whole), *shape)
+    start = number * shape[dim]
+    if (length := min(shape[dim], whole.shape[1 + dim] - start)) > 0:
+        out.narrow(1 + dim, 0, length).copy_(whole.narrow(1 + dim, start, length))
+    return out.flatten(1)
 
 
 def compress_all_gather(

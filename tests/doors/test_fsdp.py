@@ -337,6 +337,44 @@ def test_another_mesh(tmp_path: Any) -> None:
     assert [steps for _, steps in run(on_mesh, 4, 2, 2, str(rooms[1]), str(rooms[2]))] == [5] * 4
 
 
+@on_ranks(4)
+def test_another_mesh_and_another_dimension(rank: int, world: int) -> None:
+    """The columns of matrices are sharded; another model has them whole, or in other shards, or shards of
+    rows. Every element is where it was."""
+    model = sharded(replicas_of(world), shard_placement_fn=columns)
+    with sidcomp.State("topk", density=0.1) as state:
+        sidcomp.fsdp.compress(model, state)
+        for step in range(3):
+            backward(model, rank, step)
+        states: list[Any] = [None] * world
+        dist.all_gather_object(states, state.state_dict())
+    wholes = [
+        {
+            name: torch.cat([s["residuals"][name].view(*p.shape[:-1], -1) for s in own], -1)
+            for name, p in network().named_parameters()
+        }
+        for own in (states[:2], states[2:])
+    ]
+    for shards, how in ((1, None), (2, columns), (2, None), (4, columns)):
+        mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+        model = sharded(mesh, shard_placement_fn=how)
+        for whole, cut in zip(wholes, sidcomp.fsdp.reshard(states, model), strict=True):
+            for name, p in network().named_parameters():
+                dim = p.dim() - 1 if how else 0
+                x = whole[name].narrow(-1, 0, p.shape[-1])
+                rest = list(p.shape)
+                rest[dim] = -p.shape[dim] % shards
+                mine = torch.cat([x, x.new_zeros(rest)], dim).chunk(shards, dim)[rank % shards]
+                assert torch.equal(cut["residuals"][name], mine.reshape(1, -1)), (name, shards)
+                assert bool(x.any())
+    model = sharded(replicas_of(world), shard_placement_fn=columns)
+    with sidcomp.State("topk", density=0.1) as state:
+        sidcomp.fsdp.compress(model, state)
+        state.load_state_dict(sidcomp.fsdp.reshard(states, model))
+        backward(model, rank, 3)
+        assert state.state_dict()["step"] == 4
+
+
 # ---- passes that do not all bring the same gradients
 
 
