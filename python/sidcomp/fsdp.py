@@ -158,11 +158,19 @@ def reshard(states: Sequence[dict[str, Any]], module: torch.nn.Module) -> list[d
     as the parameters are, so each element keeps its own; `load_state_dict` distributes them if there is now
     another number of replicas. The codecs' statistics and the plans of "auto" begin anew.
 
-    Raises CheckpointError if the state of a shard is missing, or if they are of another model.
+    Raises CheckpointError if the state of a shard is missing, or if they are of another model, of several
+    runs, or of several steps.
     """
     check_torch()
     if not isinstance(states, list | tuple) or not all(isinstance(s, dict) and "rank" in s for s in states):
         raise ArgumentError("states: give a list of what State.state_dict() returned on each rank that saved")
+    for i, s in enumerate(states):
+        for key in ("step", "world", "memory", "codec"):
+            if s.get(key) != states[0].get(key):
+                raise CheckpointError(
+                    f"{key} is {states[0].get(key)!r} in states[0] and {s.get(key)!r} in states[{i}]: pass "
+                    "what the ranks of one run saved at one step"
+                )
     old: dict[int, dict[int, dict[str, Any]]] = {}
     shards = 1
     for s in states:

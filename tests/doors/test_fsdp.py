@@ -375,6 +375,21 @@ def test_another_mesh_and_another_dimension(rank: int, world: int) -> None:
         assert state.state_dict()["step"] == 4
 
 
+@on_ranks(4)
+def test_states_of_several_steps_or_runs_are_not_joined(rank: int, world: int) -> None:
+    model = sharded(replicas_of(world))
+    with sidcomp.State("topk", density=0.1) as state:
+        sidcomp.fsdp.compress(model, state)
+        backward(model, rank, 0)
+        states: list[Any] = [None] * world
+        dist.all_gather_object(states, state.state_dict())
+    for key, value in {"step": 2, "world": 4, "memory": "none", "codec": "int8"}.items():
+        said = f"^{key} is {states[0][key]!r} in states.0. and {value!r} in states.3.: pass what the ranks"
+        with pytest.raises(sidcomp.CheckpointError, match=said):
+            sidcomp.fsdp.reshard([*states[:3], {**states[3], key: value}], model)
+    assert len(sidcomp.fsdp.reshard(states, model)) == 2
+
+
 # ---- passes that do not all bring the same gradients
 
 
