@@ -893,6 +893,44 @@ def test_the_reduce_scatter_resumes_with_the_same_bits() -> None:
     assert all(torch.equal(a, b) for (a, _, _), (b, _, _) in zip(whole, again, strict=True))
 
 
+TOPK: dict[str, Any] = {"codec": "topk", "memory": "residual", "density": 0.1}
+
+
+@on_ranks(2)
+def test_a_reduce_scatter_loads_what_it_has_saved_itself(rank: int, world: int) -> None:
+    def fresh(**how: Any) -> Any:
+        model = sharded(init_device_mesh("cpu", (world,)))
+        return model, sidcomp.fsdp.compress_reduce_scatter(model, **(how or TOPK))
+
+    model, made = fresh()
+    unborn = made[1].state_dict()
+    backward(model, rank, 0)
+    saved = made[1].state_dict()
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, saved)
+    for mine, wrong, at, key in (
+        (made, everyone[1 - rank], 1, "rank"),
+        (made, {**saved, "world": 4}, 1, "world"),
+        (made, saved, 0, "number"),
+        (fresh(codec="int8", memory="residual")[1], saved, 1, "codec"),
+        (fresh(codec="topk", memory="none", density=0.1)[1], saved, 1, "memory"),
+        (fresh()[1], {k: v for k, v in saved.items() if k != "rank"}, 1, "rank"),
+        (fresh()[1], {**unborn, "rank": 1 - rank}, 1, "rank"),
+    ):
+        before = mine[at].state_dict()
+        with pytest.raises(sidcomp.CheckpointError, match=f'^"{key}" of the state of a reduce-scatter is'):
+            mine[at].load_state_dict(wrong)
+        assert all(torch.equal(*map(torch.as_tensor, x)) for x in _numbers(before, mine[at].state_dict()))
+    for (other, its), one in ((fresh(), saved), (fresh(), unborn)):
+        its[1].load_state_dict(one)
+        backward(other, rank, 1)
+        assert its[1].step == one["step"] + 1
+
+
+def _numbers(*states: dict[str, Any]) -> list[Any]:
+    return [[s[key] for s in states] for key in ("step", "residuals")]
+
+
 def both(rank: int, world: int, codec: str) -> Any:
     """HSDP on 2 x 2 ranks with both of its collectives compressed; codec "": as torch does it."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))

@@ -219,12 +219,22 @@ class ReduceScatter:
         """This rank's memory, for this rank: float32 of shape (shards, vectors, elements of a shard)."""
         if self._plan is None:
             none = torch.zeros(0, dtype=torch.float32, device="cpu")
-            return self._waiting or {"step": 0, "residuals": none}
+            return self._waiting or {"step": 0, "residuals": none, **self._whose()}
         n, _, world = self._of
         out = torch.zeros(world, self._plan.vectors, n, dtype=torch.float32, device="cpu")
         for shard in range(world) if self._plan.vectors else ():
             self._plan.residual_out(self._states.ptr + shard * self._apart, self._place(out[shard]))
-        return {"step": self.step, "residuals": out}
+        return {"step": self.step, "residuals": out, **self._whose()}
+
+    def _whose(self) -> dict[str, Any]:
+        """Whose state it is: that of another rank, parameter group, codec or memory has no meaning here."""
+        return {
+            "rank": dist.get_rank(),
+            "world": dist.get_world_size(),
+            "number": self._number,
+            "codec": self._codec.name,
+            "memory": self._memory.name,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Loads a result of `state_dict`. Raises CheckpointError."""
@@ -234,6 +244,14 @@ class ReduceScatter:
                 "load what its state_dict() returned"
             )
         count(saved.get("step"), '"step" of a reduce-scatter')
+        for key, mine in self._whose().items():
+            its = saved.get(key)
+            if type(its) is not type(mine) or its != mine:
+                raise CheckpointError(
+                    f'"{key}" of the state of a reduce-scatter is {reprlib.repr(its)}, and here it is '
+                    f"{mine!r}: every rank loads what it has saved itself, each parameter group its own, "
+                    "with the codec and the memory that it was saved with"
+                )
         if self._plan is None:
             self._waiting = saved
             return
