@@ -131,19 +131,21 @@ def compress_reduce_scatter(
     `load_state_dict` for this rank's residuals, and `sent_bytes` and `dense_bytes`: what this rank has sent,
     and what it would have sent uncompressed. The payloads of all shards travel in one all-to-all, and the
     owner of a shard sums them in float32. What fails on one rank makes backward() raise on all
-    ranks that share the replica, and clears the residuals. Raises SetupError or UnsupportedError, which say
-    what to change.
+    ranks that share the replica, and clears the residuals. Parameters may be frozen and released at any time,
+    alike on all ranks; a frozen one loses its residual. Raises SetupError or UnsupportedError, which say what
+    to change.
     """
     check_torch()
-    made: list[ReduceScatter] = []
-    passes = Passes()
-    for unit in units_of(module):
-        if unit.trainable and unit.place()[1] > 1:
-            one = ReduceScatter(codec, memory, parameters, seed, len(made), passes)
-            unit.group._reduce_scatter_comm = one
-            made.append(one)
-    if not made:
+    units = [u for u in units_of(module) if u.place()[1] > 1]
+    if not units:
         raise SetupError("the model is not sharded, so it has no reduce-scatter: use fsdp.compress")
+    if not any(u.trainable for u in units):
+        raise SetupError("fsdp.compress_reduce_scatter: no parameter of the model requires a gradient")
+    passes = Passes()
+    # Also of those that are frozen: they may be released.
+    made = [ReduceScatter(codec, memory, parameters, seed, i, passes, u) for i, u in enumerate(units)]
+    for unit, one in zip(units, made, strict=True):
+        unit.group._reduce_scatter_comm = one
     return made
 
 

@@ -931,6 +931,55 @@ def _numbers(*states: dict[str, Any]) -> list[Any]:
     return [[s[key] for s in states] for key in ("step", "residuals")]
 
 
+@on_ranks(2)
+def test_the_reduce_scatter_follows_what_is_frozen_and_released(rank: int, world: int) -> None:
+    """A layer is released that was frozen when it was compressed, then a part of another is frozen."""
+    trained = []
+    for how in (None, {"codec": "none"}, TOPK):
+        model: Any = sharded(init_device_mesh("cpu", (world,)))
+        model[0].requires_grad_(False)
+        made = sidcomp.fsdp.compress_reduce_scatter(model, **how) if how else []
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, sgd, rank, range(2))
+        model[0].requires_grad_(True)
+        sent = [one.sent_bytes for one in made]
+        train(model, sgd, rank, range(2, 4))
+        assert len(made) == (3 if how else 0)
+        assert all(one.sent_bytes > before for one, before in zip(made, sent, strict=True))
+        model[2].weight.requires_grad_(False)
+        if how is TOPK:  # gradients of zero, so nothing comes to a residual: it stays until it is sent
+            was = made[2].state_dict()["residuals"][:, :, -20:]
+            model.zero_grad()
+            backward(model, rank, 4, 0.0)
+            now = made[2].state_dict()["residuals"]
+            assert now.shape == was.shape and bool(((now == was) | (now == 0)).all())
+            assert 2 * int((now != 0).sum()) > int((was != 0).sum()) > 0
+        train(model, sgd, rank, range(4, 6))
+        model[2].requires_grad_(True)
+        train(model, sgd, rank, range(6, 8))
+        trained.append(flat(model))
+    assert torch.equal(trained[0], trained[1])
+
+
+@on_ranks(2)
+def test_a_reduce_scatter_says_what_helps(rank: int, world: int) -> None:
+    """Parameters that no pass has used before: what the error advises helps."""
+    for how in (TOPK, {"codec": "int8"}):
+        for heeds in (False, True):
+            model = Branching()
+            for part in (model.trunk, model.branches, model.pair):
+                fully_shard(part, mesh=init_device_mesh("cpu", (world,)))
+            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+            sidcomp.fsdp.compress_reduce_scatter(model, **how)
+            model.set_reduce_scatter_unused_params(heeds)
+            pass_of(model, rank, 0, ([0], [0], []))
+            if heeds:
+                pass_of(model, rank, 1, ([0, 1], [0], []))
+                continue
+            with pytest.raises(sidcomp.SetupError, match=r"set_reduce_scatter_unused_params\(True\) before"):
+                pass_of(model, rank, 1, ([0, 1], [0], []))
+
+
 def both(rank: int, world: int, codec: str) -> Any:
     """HSDP on 2 x 2 ranks with both of its collectives compressed; codec "": as torch does it."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))

@@ -2,6 +2,7 @@
 payloads in one all-to-all, and the owner of a shard sums what it has received, in float32 and in rank order.
 """
 
+import logging
 import reprlib
 from typing import Any
 
@@ -10,13 +11,17 @@ import torch.distributed as dist
 
 from sidcomp import core as _core
 from sidcomp.address import address
+from sidcomp.config.grouping import shorten
 from sidcomp.config.registry import resolve
 from sidcomp.config.schedule import Setting
+from sidcomp.doors.fsdp.units import Unit
 from sidcomp.errors import CheckpointError, ExchangeError, SetupError, SidcompError, UnsupportedError
 from sidcomp.runtime.block import DTYPES, Block
 from sidcomp.runtime.checkpoint_reader import unlike
 from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.plain_data import count
+
+logger = logging.getLogger("sidcomp")
 
 
 class Passes:
@@ -76,9 +81,10 @@ class ReduceScatter:
         seed: int,
         number: int,
         passes: Passes,
+        unit: Unit,
     ) -> None:
-        """passes: of its model."""
-        self._passes = passes
+        """passes: of its model. unit: the parameter group."""
+        self._passes, self._unit = passes, unit
         self._codec, self._memory, self._parameters = resolve(codec, memory, parameters)
         if self._codec.linear and self._codec.reductions:
             raise UnsupportedError(
@@ -94,6 +100,7 @@ class ReduceScatter:
         self.step = 0
         self.sent_bytes = self.dense_bytes = 0
         self._plan: Any = None
+        self._members: tuple[int, ...] | None = None  # the parameters that come; None: not known
         self._error: Exception | None = None  # of encode, which decode raises
         self._waiting: dict[str, Any] | None = None  # a loaded state, until sizes are known
 
@@ -140,10 +147,14 @@ class ReduceScatter:
         dtype = input_tensor.dtype
         if self._plan is None:
             self._allocate(n, dtype, world)
+        elif (dtype, world) == self._of[1:]:
+            self._follow(n)
         if (n, dtype, world) != self._of:
             raise SetupError(
-                "a parameter group changed its size or dtype: parameters that sometimes have no gradient "
-                "need set_reduce_scatter_unused_params(True)"
+                f"the gradients of {self._unit.label()} changed their size or dtype. If parameters sometimes "
+                "have no gradient, call set_reduce_scatter_unused_params(True) before the first backward "
+                "pass; otherwise call sidcomp.fsdp.compress_reduce_scatter again, which starts without "
+                "residuals"
             )
         self._rank = rank
         plan, size = self._plan, self._plan.payload_bytes
@@ -209,9 +220,34 @@ class ReduceScatter:
         self._work = Block(plan.work_bytes, cpu)
         self._sent = Block(world * plan.payload_bytes, cpu)
         self._received = Block(world * plan.payload_bytes, cpu)
-        self._plan, self._of = plan, (n, dtype, world)
+        self._plan, self._of, self._members = plan, (n, dtype, world), self._coming(n)
         if self._waiting is not None:
             self.load_state_dict(self._waiting)
+
+    def _coming(self, n: int) -> tuple[int, ...] | None:
+        """The parameters that bring n elements to each shard: all that are not frozen, or it is not known."""
+        trainable = tuple(self._unit.trainable)
+        return trainable if sum(self._unit.sizes[i] for i in trainable) == n else None
+
+    def _follow(self, n: int) -> None:
+        """Makes the plan anew if parameters were frozen or released. The others keep their residuals."""
+        was, now = self._members, self._coming(n)
+        if now is None or now == was:
+            return
+        if was is None and (n == self._of[0] or self._plan.vectors):
+            if n == self._of[0]:
+                self._members = now
+            return
+        kept, (_, dtype, world) = self.state_dict()["residuals"], self._of
+        self._allocate(n, dtype, world)
+        if not self._plan.vectors or was is None:
+            return
+        sizes, names = self._unit.sizes, self._unit.names
+        of = dict(zip(was, kept.split([sizes[i] for i in was], 2), strict=True))
+        none = torch.zeros(world, self._plan.vectors, max(sizes), dtype=torch.float32, device="cpu")
+        self._put(torch.cat([of.get(i, none[:, :, : sizes[i]]) for i in now], 2))
+        if gone := [names[i] for i in was if i not in now and bool(of[i].any())]:
+            logger.warning("%s: dropped the residuals of frozen %s", self._label, shorten(gone))
 
     # ---- checkpoints
 
@@ -263,11 +299,14 @@ class ReduceScatter:
                 f"residuals are {found}, and this reduce-scatter has {world} shards, {self._plan.vectors} "
                 f"vectors and {n} elements: load the state of this rank, this mesh and this codec"
             )
-        values = values.detach().to("cpu", torch.float32).resolve_neg().contiguous()
-        for shard in range(world) if values.numel() else ():
-            self._plan.residual_in(self._states.ptr + shard * self._apart, self._place(values[shard]))
+        self._put(values.detach().to("cpu", torch.float32).resolve_neg().contiguous())
         self.step = saved["step"]
         self._waiting = None
+
+    def _put(self, values: torch.Tensor) -> None:
+        """values: for each shard, or none."""
+        for shard in range(len(values)) if values.numel() else ():
+            self._plan.residual_in(self._states.ptr + shard * self._apart, self._place(values[shard]))
 
     def _place(self, residual: torch.Tensor) -> int:
         return address(residual, "the residual of a shard", torch.float32, self._plan.vectors * self._of[0])
