@@ -927,6 +927,25 @@ def test_a_reduce_scatter_loads_what_it_has_saved_itself(rank: int, world: int) 
         assert its[1].step == one["step"] + 1
 
 
+@on_ranks(2)
+def test_a_state_that_fits_on_one_rank_alone_fails_on_all(rank: int, world: int) -> None:
+    """Only the first backward pass tells whether the sizes fit; no rank may wait then."""
+    mesh = init_device_mesh("cpu", (world,))
+    model, other = sharded(mesh), sharded(mesh)
+    made, its = (sidcomp.fsdp.compress_reduce_scatter(x, **TOPK) for x in (model, other))
+    backward(model, rank, 0)
+    saved = made[1].state_dict()
+    if rank == 1:
+        saved["residuals"] = saved["residuals"][:, :, :3]
+    its[1].load_state_dict(saved)
+    said = "payload of rank 1" if rank == 0 else "residuals are a tensor of shape"
+    with pytest.raises(sidcomp.SidcompError, match=said):
+        backward(other, rank, 1)
+    other.zero_grad()
+    backward(other, rank, 2)
+    assert not any(p.grad.to_local().isnan().any() for p in other.parameters())
+
+
 def _numbers(*states: dict[str, Any]) -> list[Any]:
     return [[s[key] for s in states] for key in ("step", "residuals")]
 

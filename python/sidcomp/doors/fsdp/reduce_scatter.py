@@ -172,8 +172,9 @@ class ReduceScatter:
                 stats = plan.encode(buffers, step=self.step, seed=self._seed, group=self._id(shard), **place)
                 if stats.nonfinite and plan.vectors:
                     plan.forget(self._states.ptr + shard * self._apart)  # or it would send NaN from now on
-        except Exception as e:  # the other ranks wait for what this one sends
-            self._error = e
+        except Exception as e:
+            self._error = self._error or e
+        if self._error is not None:  # the other ranks wait for what this one sends
             self._sent.tensor.zero_()
         self.sent_bytes += size * (world - 1)
         self.dense_bytes += width * (world - 1)
@@ -222,7 +223,10 @@ class ReduceScatter:
         self._received = Block(world * plan.payload_bytes, cpu)
         self._plan, self._of, self._members = plan, (n, dtype, world), self._coming(n)
         if self._waiting is not None:
-            self.load_state_dict(self._waiting)
+            try:
+                self.load_state_dict(self._waiting)
+            except CheckpointError as e:
+                self._error, self.step, self._waiting = e, self._waiting["step"], None
 
     def _coming(self, n: int) -> tuple[int, ...] | None:
         """The parameters that bring n elements to each shard: all that are not frozen, or it is not known."""
