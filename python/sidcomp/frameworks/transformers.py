@@ -3,8 +3,9 @@
 trainer = transformers.Trainer(model, arguments, callbacks=[Compression()])
 """
 
-import gc
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 try:
@@ -147,18 +148,14 @@ class Compression(TrainerCallback):  # type: ignore[misc]
     # ---- the Trainer
 
     def _trainer(self) -> Trainer:
-        """Finds the Trainer of this callback. The Trainer passes the model without DDP, and not itself, so
-        this asks the garbage collector."""
-        found = [
-            o
-            for o in gc.get_objects()
-            if issubclass(type(o), Trainer)
-            and any(c is self for c in getattr(getattr(o, "callback_handler", None), "callbacks", ()))
-        ]
-        running = [t for t in found if t.is_in_train] or found
-        if len(running) != 1:
-            raise SetupError(f"{len(running)} Trainers have this Compression: give each one of its own")
-        return running[0]
+        """Returns the Trainer that calls this callback. A Trainer does not pass itself to a callback, so this
+        looks for it in the calls that led here."""
+        call: FrameType | None = sys._getframe(1)
+        while call is not None:
+            trainer, call = call.f_locals.get("self"), call.f_back
+            if isinstance(trainer, Trainer) and self in trainer.callback_handler.callbacks:
+                return trainer
+        raise SetupError("no Trainer that has this Compression is training: give it to the Trainer")
 
     @staticmethod
     def _folder(args: TrainingArguments, state: TrainerState) -> Path:
