@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from launched import (
     ARGUMENTS,
+    STEPS,
     as_torchrun,
     optimizer_of,
+    refusal,
     run_frameworks,
     same,
     snapshot,
@@ -29,7 +33,7 @@ def needed(name: str) -> None:
 # ---- Transformers
 
 
-def train(folder: Path, compression: Any) -> dict[str, Any]:
+def train(folder: Path, compression: Any, resume: Path | None = None) -> dict[str, Any]:
     """Returns the parameters and residuals at the end."""
     import transformers
     from with_transformers import Model, trainer
@@ -42,8 +46,41 @@ def train(folder: Path, compression: Any) -> dict[str, Any]:
 
     last = Last()
     made = trainer(folder, Model(), optimizer_of, [last, compression])
-    made.train()
+    made.train(resume_from_checkpoint=str(resume) if resume is not None else None)
     return last.seen
+
+
+def resumes_elsewhere(rank: int, world: int, room: str) -> dict[str, Any]:
+    as_torchrun(rank, world, room)
+    warnings.simplefilter("ignore")
+    from sidcomp.frameworks.transformers import Compression
+
+    out = {"whole": train(Path(room) / "whole", Compression(**ARGUMENTS))}
+    half, last = (Path(room) / "whole" / f"checkpoint-{n * STEPS}" for n in (1, 2))
+    if rank == 0:
+        shutil.copytree(last, Path(room) / "resumed" / half.name)  # another state under this name
+    torch.distributed.barrier()
+    out["resumed"] = train(Path(room) / "resumed", Compression(**ARGUMENTS), half)
+    own = Compression(**ARGUMENTS, resume_from=last)
+    out["differ"] = refusal(lambda: train(Path(room) / "differ", own, half))
+    return out
+
+
+def test_a_trainers_state_is_of_the_folder_that_train_was_given(tmp_path: Path) -> None:
+    """Its output_dir has a folder of the same name with the states of another run."""
+    needed("transformers")
+    for r in run_frameworks(resumes_elsewhere, str(tmp_path)):
+        same(r["resumed"], r["whole"])
+        assert "leave resume_from= out" in r["differ"]
+
+
+def test_a_trainer_that_does_not_say_the_folder_is_asked_for_it() -> None:
+    needed("transformers")
+    from sidcomp.frameworks.transformers import Compression
+
+    assert Compression(**ARGUMENTS, resume_from="a")._source(None) == "a"
+    assert "Compression(resume_from=...)" in refusal(lambda: Compression(**ARGUMENTS)._source(None))
+    assert "no Trainer" in refusal(Compression(**ARGUMENTS)._training)
 
 
 def trains_after_a_failure(rank: int, world: int, room: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 trainer = transformers.Trainer(model, arguments, callbacks=[Compression()])
 """
 
+import os
 import sys
 from pathlib import Path
 from types import FrameType
@@ -17,9 +18,9 @@ except ModuleNotFoundError as missing:
         name="transformers",
     ) from missing
 
-from sidcomp import files, notices
+from sidcomp import notices
 from sidcomp.doors.ddp import ddp_of
-from sidcomp.errors import ArgumentError, SetupError
+from sidcomp.errors import SetupError
 from sidcomp.frameworks.session import Session
 from sidcomp.local.defaults import OuterOptimizer
 from sidcomp.options import Options
@@ -40,9 +41,8 @@ class Compression(TrainerCallback):  # type: ignore[misc]
     checkpoint          [True] writes what each rank has not sent into each checkpoint's folder,
                         sidcomp-rank0.pt and so on, and loads it in `train(resume_from_checkpoint=...)`. Where
                         updates are sent, the files have the rank's parameters and optimizer, too
-    resume_from         [None] the folder of the checkpoint that train() resumes from, if it is neither
-                        `--resume_from_checkpoint` of the TrainingArguments nor in their `output_dir`: the
-                        Trainer does not tell a callback
+    resume_from         [None] the folder of the checkpoint that train() resumes from. Needed only if an error
+                        asks for it
 
     Before the first step it passes `compress` the Trainer's DDP model, its optimizer and, with fp16=True, its
     GradScaler. Where updates are sent, evaluate(), predict() and save_model() use the common parameters, so
@@ -84,7 +84,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trainer = self._trainer()
+        trainer, folder = self._training()
         ddp = ddp_of(trainer.model_wrapped)
         if ddp is None:
             kind = type(trainer.model_wrapped).__name__
@@ -101,12 +101,13 @@ class Compression(TrainerCallback):  # type: ignore[misc]
                 "takes only one: make a new Trainer"
             )
         scaler, max_norm = trainer.accelerator.scaler, args.max_grad_norm
+        source = self._source(folder) if state.global_step and self._checkpoint else None
         run = self._session.start(ddp, [trainer.optimizer], scaler, max_norm)
         for name in ("evaluate", "predict", "save_model"):
             self._session.in_common(trainer, name)
         self._first = state.global_step
-        if state.global_step and self._checkpoint:
-            run.load(self._resume_from or _given(args, state) or self._folder(args, state))
+        if source is not None:
+            run.load(source)
         # Before the callbacks that report, so that they see what on_log adds.
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
@@ -147,31 +148,37 @@ class Compression(TrainerCallback):  # type: ignore[misc]
 
     # ---- the Trainer
 
-    def _trainer(self) -> Trainer:
-        """Returns the Trainer that calls this callback. A Trainer does not pass itself to a callback, so this
-        looks for it in the calls that led here."""
+    def _training(self) -> tuple[Trainer, str | None]:
+        """Returns the Trainer that calls this callback, and the folder that it resumes from. A Trainer passes
+        neither to a callback, so this looks for them in the calls that led here."""
+        found: Trainer | None = None
         call: FrameType | None = sys._getframe(1)
         while call is not None:
-            trainer, call = call.f_locals.get("self"), call.f_back
-            if isinstance(trainer, Trainer) and self in trainer.callback_handler.callbacks:
-                return trainer
-        raise SetupError("no Trainer that has this Compression is training: give it to the Trainer")
+            names, call = call.f_locals, call.f_back
+            trainer = names.get("self")
+            if not isinstance(trainer, Trainer) or self not in trainer.callback_handler.callbacks:
+                continue
+            found = trainer
+            if "resume_from_checkpoint" in names:
+                return trainer, names["resume_from_checkpoint"]
+        if found is None:
+            raise SetupError("no Trainer that has this Compression is training: give it to the Trainer")
+        return found, None
+
+    def _source(self, folder: str | None) -> str | Path:
+        """Returns the folder with the states. folder: that train() resumes from, as far as is known."""
+        given = self._resume_from
+        if given is None and folder is None:
+            raise SetupError(
+                "train() resumes from a checkpoint, and this Trainer does not say from which: give its "
+                "folder, Compression(resume_from=...), too"
+            )
+        if given is not None and folder is not None and os.path.realpath(given) != os.path.realpath(folder):
+            raise SetupError(
+                f"resume_from={str(given)!r}, and train() resumes from {folder}: leave resume_from= out"
+            )
+        return folder or given  # type: ignore[return-value]
 
     @staticmethod
     def _folder(args: TrainingArguments, state: TrainerState) -> Path:
         return Path(args.output_dir) / f"checkpoint-{state.global_step}"
-
-
-def _given(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """Returns the folder of --resume_from_checkpoint, unless train() resumes from another one. Scripts pass
-    it on to train(), which tells a callback only the number of steps."""
-    given = args.resume_from_checkpoint
-    if not isinstance(given, str):
-        return None
-    try:
-        text = files.read(Path(given) / "trainer_state.json", "the Trainer's state")
-        saved = files.parse_json(text, given)
-    except ArgumentError:
-        return None
-    steps = saved.get("global_step") if isinstance(saved, dict) else None
-    return Path(given) if steps == state.global_step else None
