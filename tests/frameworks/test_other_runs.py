@@ -1,4 +1,4 @@
-"""What one run has kept must not reach another one: under frameworks, on two ranks."""
+"""What one run has kept must not reach another one: under Transformers and Lightning, on two ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ import torch
 from launched import (
     ARGUMENTS,
     STEPS,
+    UPDATES,
+    adamw_of,
     as_torchrun,
+    batches,
     optimizer_of,
     refusal,
     run_frameworks,
     same,
     snapshot,
 )
+from local_training import alike, flat
 
 
 def needed(name: str) -> None:
@@ -108,3 +112,55 @@ def test_a_new_trainer_may_have_the_compression_of_one_that_failed(tmp_path: Pat
     needed("transformers")
     for r in run_frameworks(trains_after_a_failure, str(tmp_path)):
         same(r["after"], r["fresh"])
+
+
+# ---- Lightning
+
+
+def is_finished_already(rank: int, world: int, room: str, what: str) -> dict[str, Any]:
+    """A run that ends, the same once more from its last checkpoint, and another one by that callback."""
+    as_torchrun(rank, world, room)
+    warnings.simplefilter("ignore")
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from sidcomp.frameworks.lightning import Compression
+    from with_lightning import Module, trainer
+
+    arguments, optimizer = (UPDATES, adamw_of) if what == "updates" else (ARGUMENTS, optimizer_of)
+    first: dict[str, Any] = {}
+
+    class First(lightning.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if not first:
+                first.update(step=compression.run.state.state_dict()["step"], parameters=flat(module))
+
+    def fit(module: Any, compression: Any, *callbacks: Any, **more: Any) -> Any:
+        made = trainer(compression, *callbacks, default_root_dir=room)
+        made.fit(module, batches(rank, world), **more)
+        made.save_checkpoint(Path(room) / f"{what}.ckpt")
+        return torch.load(Path(room) / f"{what}.ckpt", weights_only=True)["sidcomp"]["ranks"][rank]["state"]
+
+    whole, again, other = (Module(optimizer) for _ in range(3))
+    keep = ModelCheckpoint(Path(room) / what, "{epoch}", save_top_k=-1)
+    saved = fit(whole, Compression(**arguments), keep)
+    compression = Compression(**arguments)
+    kept = fit(again, compression, ckpt_path=str(Path(room) / what / "epoch=1.ckpt"))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1.0)
+    start = flat(other)
+    fit(other, compression, First())
+    return {
+        "steps": (saved["step"], kept["step"]),
+        "end": torch.equal(flat(whole), flat(again)) and alike(flat(again)),
+        "other": (first["step"], torch.equal(first["parameters"], start)),
+    }
+
+
+@pytest.mark.parametrize("what", ["gradients", "updates"])
+def test_a_checkpoint_of_a_finished_run_reaches_no_later_one(what: str, tmp_path: Path) -> None:
+    needed("lightning")
+    for r in run_frameworks(is_finished_already, str(tmp_path), what):
+        assert r["steps"][0] == r["steps"][1] > 0, "what is saved after the resumed run"
+        assert r["end"], "where updates are sent, the parameters are averaged"
+        assert r["other"] == (0, True)

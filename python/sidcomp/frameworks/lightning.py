@@ -9,10 +9,12 @@ import torch.distributed as dist
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.trainer.states import TrainerFn
 except ModuleNotFoundError:
     try:
         from pytorch_lightning import Callback, LightningModule, Trainer
+        from pytorch_lightning.strategies import Strategy
         from pytorch_lightning.trainer.states import TrainerFn
     except ModuleNotFoundError as missing:
         raise ImportError(
@@ -88,8 +90,12 @@ class Compression(Callback):  # type: ignore[misc]
         """The Run while fit() runs, else None."""
         return self._session.run
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # before Lightning loads a checkpoint
+            self._session.close()
+            self._failed, self._final, self._loaded = False, None, None
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._failed, self._final = False, None
         ddp = ddp_of(trainer.strategy.model)
         if ddp is None:
             strategy = type(trainer.strategy).__name__
@@ -106,13 +112,29 @@ class Compression(Callback):  # type: ignore[misc]
         max_norm = trainer.gradient_clip_val if by_norm in (None, "norm") else None
         self._session.start(ddp, list(trainer.optimizers), scaler, max_norm)
         self._session.in_common(trainer.strategy, "lightning_module_state_dict", copies=True)
+        self._before_teardown(trainer.strategy)
         self._first = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Only now, because Lightning has loaded rank 0's optimizers and GradScaler since on_fit_start.
+        self._load()
+
+    def _load(self) -> bool:
+        """Returns whether a checkpoint has been loaded."""
         loaded, self._loaded = self._loaded, None
-        if loaded is not None and self.run is not None:
-            self.run.load(loaded)
+        return loaded is not None and self.run is not None and self.run.load(loaded)
+
+    def _before_teardown(self, strategy: Strategy) -> None:
+        """A checkpoint of a run that had trained all its epochs comes to no on_train_start and on_train_end:
+        this does what they do before the strategy moves the model to the CPU, which on_fit_end is behind."""
+        teardown = strategy.teardown
+
+        def finish() -> None:
+            if self._load() and self.run is not None:
+                self.run.average()
+            teardown()
+
+        self._session.replace(strategy, "teardown", finish)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
