@@ -171,6 +171,10 @@ def alone(rank: int, world: int, room: str) -> dict[str, Any]:
     told = Run(rank, saved_by=2)
     dcp.load(told.parts, checkpoint_id=folder)
     out["sum"] = told.state.state_dict()["residuals"]
+    dcp.save(told.parts, checkpoint_id=Path(room) / "alone")  # by the same Entries
+    again = Run(rank)
+    out["again"] = error(lambda: dcp.load(again.parts, checkpoint_id=Path(room) / "alone"))
+    out["kept"] = again.state.state_dict()["residuals"]
     return out
 
 
@@ -208,6 +212,8 @@ def test_another_number_of_ranks(results: tuple[list[dict[str, Any]], Path]) -> 
     assert len(one["sum"]) == 4
     for name, residual in one["sum"].items():
         torch.testing.assert_close(residual, a[f"r {name}"] + b[f"r {name}"])
+    assert not one["again"]
+    assert all(torch.equal(one["kept"][name], residual) for name, residual in one["sum"].items())
 
 
 def test_the_example_runs(results: tuple[list[dict[str, Any]], Path]) -> None:

@@ -25,7 +25,8 @@ class Entries:
         dcp.load({"app": ..., "sidcomp": entries}, checkpoint_id=folder)
 
     run         what `sidcomp.compress` returned; or a State that is registered
-    saved_by    [None] for loading: the number of ranks that saved, if it was another one
+    saved_by    [None] for loading: the number of ranks that saved, if it was another one. After dcp.load it
+                is forgotten, and the same Entries save; before, dcp.save would save nothing
 
     dcp.save and dcp.async_save take the Run as it is when they are called. Every rank makes its Entries at
     the same point, and keeps them for as long as it saves.
@@ -88,6 +89,7 @@ class Entries:
             load(found, state, self._run.prepare, self._run.peers, problem=problem)
         else:
             load(found, state, lambda it: state.prepare(states_of(it)), peers_of(state), problem=problem)
+        self._saved_by = None  # what is saved from now on is of these ranks
 
     def _read(self, entries: dict[str, Any], name: str) -> dict[str, Any]:
         data = entries.get(name)
