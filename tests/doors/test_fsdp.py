@@ -178,6 +178,28 @@ def test_replicas_of_ones_own() -> None:
         assert torch.equal(theirs, mine)
 
 
+def paired(rank: int, world: int, pairs: list[list[int]]) -> str:
+    """What a rank is told whose replicas= is its list of these, on 2 x 2 ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    groups = [dist.new_group(ranks) for ranks in pairs]
+    mine = next(i for i, ranks in enumerate(pairs) if rank in ranks)
+    model = sharded(mesh["shards"])
+    with pytest.raises(sidcomp.SetupError) as caught, sidcomp.State("none") as state:
+        sidcomp.fsdp.compress(model, state, replicas=groups[mine])
+    return str(caught.value)
+
+
+def test_ranks_that_hold_different_shards_are_no_replicas() -> None:
+    """The replicas are rank 0 with rank 2, and rank 1 with rank 3. All ranks raise, and none waits."""
+    for pairs in ([[0, 3], [1, 2]], [[0, 1, 2], [3]]):
+        said = run(paired, 4, pairs)
+        assert all("give ranks that hold the same shard" in text for text in said)
+        for ranks in pairs:
+            other = next((r for r in ranks if r % 2 != ranks[0] % 2), None)
+            for text in (said[r] for r in ranks if other is not None):
+                assert f"rank {ranks[0]} holds shard {ranks[0] % 2} of 2, and rank {other} shard" in text
+
+
 def unfollowed(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sidcomp import notices
 from sidcomp.config.grouping import shorten
 from sidcomp.doors.fsdp.peers import Peers
-from sidcomp.doors.fsdp.units import Unit
+from sidcomp.doors.fsdp.units import Unit, check_shards
 from sidcomp.errors import RankError, SetupError, SidcompError, UnsupportedError
 from sidcomp.runtime import forming
 from sidcomp.runtime.bucket import Bucket, no_buffer
@@ -100,6 +100,8 @@ class Door(ModuleDoor):
         self._on_device = units[0].device.type != "cpu"
         several = shards is not None and shards.size() > 1
         self.shards = Peers([shards], units[0].device.type) if shards is not None and several else _ALONE
+        if units[0].replicas() is None:
+            check_shards(units, group, self.shards)
         self._peers = _ALONE if self._on_device else self.shards  # in a step nobody waits for a device
         self._slots: list[_Slot] = []  # a bucket each
         self._fits: dict[object, list[tuple[int, int, int]] | None] = {}  # what `_slots_of` has found

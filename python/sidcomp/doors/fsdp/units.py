@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.config.grouping import shorten
+from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
+from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.members import refuse
 
 
@@ -55,6 +57,32 @@ def units_of(module: torch.nn.Module) -> list["Unit"]:
     if not found:
         raise SetupError("fsdp.compress: call fully_shard or replicate on the model first")
     return found
+
+
+def check_shards(units: Sequence["Unit"], group: dist.ProcessGroup, peers: Peers) -> None:
+    """Raises SetupError on all ranks if `group`, which the program has named as the replicas, has ranks that
+    hold different shards: their average would be of different parameters. All ranks call it. peers: the
+    ranks with the other shards of this replica."""
+    parts = [unit.part() for unit in units]
+    told: list[Any] = [None] * group.size()
+    with exchanging("fsdp.compress()"):
+        dist.all_gather_object(told, parts, group=group)
+    differ = [[x for x in zip(told[0], theirs, strict=False) if x[0] != x[1]] for theirs in told]
+    other = next((r for r, found in enumerate(differ) if found), None)
+    if peers.all_agree(other is None):
+        return
+    advice = 'give ranks that hold the same shard, for example mesh["replicate"].get_group()'
+    if other is None:
+        raise SetupError(
+            "other ranks have got as replicas= (of sidcomp.compress: process_group=) ranks that hold "
+            f"different shards: {advice}"
+        )
+    ranks = dist.get_process_group_ranks(group)
+    a, b = differ[other][0]
+    raise SetupError(
+        f"of replicas= (of sidcomp.compress: process_group=) rank {ranks[0]} holds {a or 'all shards'}, and "
+        f"rank {ranks[other]} {b or 'all shards'}: {advice}"
+    )
 
 
 class Hook:
