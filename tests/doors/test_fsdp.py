@@ -809,6 +809,39 @@ def test_what_fails_on_one_shard_fails_on_all_in_the_same_pass(rank: int, world:
     assert ("planted error, number 4711", elsewhere, "payload of rank 0", elsewhere)[rank] in said, said
 
 
+def discarded(rank: int, world: int, nonfinite: str | None) -> tuple[int, bool, bool]:
+    """In pass 3 the gradient of shard 0 alone is not finite. Returns the number of steps that count, and
+    whether the residual is as before that pass, or empty."""
+    mesh = replicas_of(world)
+    model: Any = sharded(mesh)
+    with sidcomp.State("topk", density=0.1, groups="model", nonfinite=nonfinite) as state:
+        sidcomp.fsdp.compress(model, state)
+        for step in range(3):
+            model.zero_grad()
+            backward(model, rank, step)
+        before = state.state_dict()["residuals"]
+
+        def spoil(grad: torch.Tensor) -> torch.Tensor:
+            return torch.cat([grad[:, :1] * float("inf"), grad[:, 1:]], 1)
+
+        hook = model[0].register_forward_hook(lambda _, given, out: (out.register_hook(spoil), None)[1])
+        model.zero_grad()
+        backward(model, rank, 3)
+        hook.remove()
+        mine = [p.grad.to_local().isfinite().all() for p in model.parameters()]
+        assert all(mine) == (rank % 2 == 1)
+        saved = state.state_dict()
+        after = saved["residuals"]
+        stays = all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
+        return saved["step"], stays, not any(x.any() for x in after.values())
+
+
+def test_a_step_that_is_not_finite_in_one_shard_counts_in_none() -> None:
+    for rank, (step, stays, empty) in enumerate(run(discarded, 4, None)):
+        assert step == 4 and (stays, empty) == ((True, False) if rank % 2 == 0 else (False, True))
+    assert run(discarded, 4, "rollback") == [(3, True, False)] * 4
+
+
 # ---- another State
 
 

@@ -255,8 +255,9 @@ class Door(ModuleDoor):
                 self.units[a.index].complete(a.coming, a.buffer, a.kept)
 
     def _conclude(self) -> None:
-        """Averages what has not been averaged yet. If it fails on a rank, it raises on all."""
-        with (self._peers if self._averages else _ALONE).together(self._fail):
+        """Averages what has not been averaged yet. If it fails on a rank, it raises on all. A step that is
+        not finite in one shard is discarded in all of them, because the program skips it everywhere."""
+        with (self._peers if self._averages else _ALONE).together(self._fail, self.engine.current):
             self._end()
 
     def _fail(self, error: Exception) -> None:

@@ -8,6 +8,9 @@ import torch.distributed as dist
 
 from sidcomp.errors import ExchangeError
 from sidcomp.runtime.communicator import exchanging
+from sidcomp.runtime.step import Step
+
+_FAILED, _NOT_FINITE, _FINE = range(3)
 
 
 class Peers:
@@ -19,6 +22,8 @@ class Peers:
 
     def smallest(self, number: int) -> int:
         """The smallest of the numbers that these ranks give. All of them call it."""
+        if not self._groups:
+            return number
         self._number.fill_(number)
         for group in self._groups:
             with exchanging("asking the other shards"):
@@ -27,19 +32,26 @@ class Peers:
 
     def all_agree(self, yes: bool) -> bool:
         """Whether it holds on all of these ranks."""
-        return bool(self.smallest(int(yes))) if self._groups else yes
+        return bool(self.smallest(int(yes)))
 
     @contextmanager
-    def together(self, fail: Callable[[Exception], None] | None = None) -> Iterator[None]:
+    def together(
+        self, fail: Callable[[Exception], None] | None = None, step: Step | None = None
+    ) -> Iterator[None]:
         """Raises an error inside it on all of these ranks, also on those whose own shard is fine: otherwise
-        they would wait for the others. fail: called with the error first."""
+        they would wait for the others. fail: called with the error first. step: one that has ended; if it
+        was not finite on one of these ranks, it counts on none of them."""
         error: Exception | None = None
         try:
             yield
         except Exception as e:
             error = e
+        mine = _FINE if step is None or not step.nonfinite else _NOT_FINITE
         try:
-            if self.all_agree(error is None):
+            worst = self.smallest(mine if error is None else _FAILED)
+            if worst != _FAILED:
+                if step is not None and worst == _NOT_FINITE:
+                    step.nonfinite = True
                 return
         except ExchangeError as e:
             error = error or ExchangeError(f"a rank that has another shard of this copy has ended ({e})")
