@@ -27,7 +27,7 @@ from sidcomp.doors.fsdp.all_gather import AllGather
 from sidcomp.doors.fsdp.hsdp import Door
 from sidcomp.doors.fsdp.reduce_scatter import Passes, ReduceScatter
 from sidcomp.doors.fsdp.units import Unit, check_torch, units_of
-from sidcomp.doors.names import roles
+from sidcomp.doors.names import named_parameters, roles
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.state import State
 
@@ -279,7 +279,7 @@ def compress_all_gather(
     units = [u for u in units_of(module) if u.place()[1] > 1]
     if not units:
         raise SetupError("the model is not sharded, so it has no all-gather of parameters")
-    names = {id(p): name for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(module)}
     shapes = {
         names.get(id(p.sharded_param), ""): tuple(p._orig_size) for u in units for p in u.group.fsdp_params
     }

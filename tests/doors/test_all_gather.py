@@ -9,7 +9,7 @@ import sidcomp
 import torch
 from harness import on_ranks, run
 from local_training import backward, flat, network, train
-from test_fsdp import sharded
+from test_fsdp import compiled, sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -70,6 +70,21 @@ def test_what_is_rounded(rank: int, world: int, options: dict[str, Any]) -> None
     assert 0 < float((first - before).norm() / before.norm()) < 0.01
     assert torch.equal(first, again) and torch.equal(first[biases], before[biases])
     assert not torch.equal(first, gathered(model))
+
+
+def excluding(rank: int, world: int) -> tuple[bool, bool]:
+    """Whether the parameters of the last of some compiled layers are exact, and those of the others."""
+    with torch.compiler.set_stance("force_eager"):
+        model = compiled(init_device_mesh("cpu", (world,)), "layers")
+        before = gathered(model)
+        sidcomp.fsdp.compress_all_gather(model, "int8", exclude="output")
+        same = gathered(model) == before
+    last = sum(p.numel() for p in network(width=40)[4].parameters())
+    return bool(same[-last:].all()), bool(same[:-last].all())
+
+
+def test_what_is_excluded_of_compiled_layers_is_exact() -> None:
+    assert run(excluding, 2) == [(True, False)] * 2
 
 
 @pytest.mark.slow

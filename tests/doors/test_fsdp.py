@@ -581,6 +581,40 @@ def test_the_residual_of_a_module_that_is_skipped_waits(
         assert alike(sums[1][name], mesh.get_group("replicate"))
 
 
+def compiled(mesh: Any, how: str) -> nn.Module:
+    """As `sharded`; each layer is compiled before fully_shard, or the whole model after it."""
+    if how == "whole":
+        return torch.compile(sharded(mesh), backend="eager")  # type: ignore[return-value]
+    model = network(width=40)
+    for i in (0, 2, 4) if how == "layers" else ():
+        model[i] = torch.compile(model[i], backend="eager")
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def resumed_compiled(rank: int, world: int) -> None:
+    """The names are those of the plain model, in rules and in checkpoints, which each of the models loads."""
+    mesh = replicas_of(world)
+    with torch.compiler.set_stance("force_eager"):
+        for how, then in (("layers", "layers"), ("whole", "whole"), ("plain", "layers")):
+            saved: dict[str, Any] = {}
+            for step, each in enumerate((how, then)):
+                model = compiled(mesh, each)
+                with sidcomp.State("topk", density=0.1, exclude=["0.weight", "output"]) as state:
+                    sidcomp.fsdp.compress(model, state)
+                    if saved:
+                        state.load_state_dict(saved)
+                    backward(model, rank, step)
+                    saved = state.state_dict()
+                assert set(saved["residuals"]) == {"0.bias", "2.weight", "2.bias"}
+            assert saved["step"] == 2
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one() -> None:
+    run(resumed_compiled, 2)
+
+
 def resumed_branches(rank: int, world: int, first: int) -> Any:
     """With first > 0 it stops there, saves, and continues in new objects."""
     mesh = replicas_of(world)

@@ -19,6 +19,7 @@ from sidcomp import notices
 from sidcomp.config.grouping import shorten
 from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.doors.fsdp.units import Unit, check_shards
+from sidcomp.doors.names import named_parameters
 from sidcomp.errors import RankError, SetupError, SidcompError, UnsupportedError
 from sidcomp.runtime import forming
 from sidcomp.runtime.bucket import Bucket, no_buffer
@@ -92,7 +93,7 @@ class Door(ModuleDoor):
         model = Model(
             group,
             {u.names[i]: u.shapes[i] for u in units for i in u.trainable},
-            {id(p): name for name, p in module.named_parameters()},
+            {id(p): name for name, p in named_parameters(module)},
             units[0].part(),
             "plain HSDP" if units[0].part() else "plain replicate",
         )

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from sidcomp.config.grouping import shorten
 from sidcomp.doors.fsdp.peers import Peers
+from sidcomp.doors.names import named_parameters
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.members import refuse
@@ -41,7 +42,7 @@ def units_of(module: torch.nn.Module) -> list["Unit"]:
         raise ArgumentError(f"module={module!r}: give the torch.nn.Module that fully_shard was called with")
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
-    names = {id(p): name for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(module)}
     found: list[Unit] = []
     for m in module.modules():
         state = _get_module_fsdp_state(m)
