@@ -1130,7 +1130,7 @@ def attempt(rank: int, world: int, case: str, heeds: bool) -> str:
     """What the error says; heeds: the program does what it advises."""
     mesh = replicas_of(world)
     model: Any = network()
-    state = sidcomp.State("topk", density=0.1)
+    state = sidcomp.State("auto") if case.endswith("auto") else sidcomp.State("topk", density=0.1)
     if case == "ddp":
         model = DistributedDataParallel(model)
     elif case == "one dimension":
@@ -1155,7 +1155,7 @@ def attempt(rank: int, world: int, case: str, heeds: bool) -> str:
         if case == "one state, two models":
             other = sharded(mesh)
             sidcomp.fsdp.compress(other, sidcomp.State("topk") if heeds else state)
-        if case == "optimizer in backward" and not heeds:
+        if case.startswith("optimizer in backward") and not heeds:
             model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
         if case == "sums":
             for layer in layers:
@@ -1187,6 +1187,7 @@ def attempt(rank: int, world: int, case: str, heeds: bool) -> str:
         ("fp16", "bfloat16 or float32"),
         ("one state, two models", "a State of its own"),
         ("optimizer in backward", "step after it"),
+        ("optimizer in backward of auto", "step after it"),
         ("closed", "closed"),
     ],
 )

@@ -107,6 +107,11 @@ class Recorder:
             if p.requires_grad  # what a rank holds of a shard, outside of DDP and FSDP, does not
         ]
 
+    @classmethod
+    def has(cls, hook: Any) -> bool:
+        """Whether it is a hook of a recorder."""
+        return isinstance(getattr(getattr(hook, "func", None), "__self__", None), cls)
+
     def _note(self, i: int, _: torch.Tensor) -> None:
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

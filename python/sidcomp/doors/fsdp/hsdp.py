@@ -179,8 +179,7 @@ class Door(ModuleDoor):
                 f"the gradients of {unit.label()} were reduced twice in one backward pass: call backward() "
                 "once for each"
             )
-        if self.engine.tuner is None:  # which records with such hooks when a gradient is there
-            unit.refuse_hooks()
+        unit.refuse_hooks()
         averaged: bool = unit.group.all_reduce_grads  # else set_requires_all_reduce(False)
         mine = _Arrival(index, unit.coming, buffer, unit.set_grads_aside(), averaged)
         self._arrivals.append(mine)

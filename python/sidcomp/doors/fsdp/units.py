@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidcomp.autotune.measurement import Recorder
 from sidcomp.config.grouping import shorten
 from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.doors.names import named_parameters
@@ -235,8 +236,9 @@ class Unit:
             )
 
     def refuse_hooks(self) -> None:
-        hooked = (self.parameters[i].sharded_param for i in self.coming)
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in hooked):
+        own = (self.parameters[i].sharded_param for i in self.coming)
+        hooks = (h for p in own for h in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
+        if not all(map(Recorder.has, hooks)):  # by which "auto" learns when a gradient is there
             raise UnsupportedError(
                 f"{self.label()} has hooks that run as soon as a gradient is there (an optimizer in the "
                 "backward pass), but gradients are complete only when backward() returns: step after it"
