@@ -802,6 +802,31 @@ def test_passes_after_one_that_did_not_finish() -> None:
     assert theirs.startswith("3: rank 0 could not go on") and "did not finish" in theirs
 
 
+def collected_and_dropped(rank: int, world: int, codec: str | None) -> torch.Tensor:
+    """The program drops a step after the first of its two passes, and takes another one."""
+    mesh = replicas_of(world)
+    model: Any = sharded(mesh)
+    with sidcomp.State(codec or "none") as state:
+        if codec:
+            sidcomp.fsdp.compress(model, state)
+        backward(model, rank, 0)
+        model.zero_grad()
+        model.set_requires_all_reduce(False)
+        backward(model, rank, 1)
+        model.zero_grad()
+        model.reset_iter_state()
+        for step in (2, 3):
+            model.set_requires_all_reduce(step == 3)
+            backward(model, rank, step)
+        return torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
+
+
+def test_reset_iter_state_drops_what_passes_have_collected() -> None:
+    plain = run(collected_and_dropped, 2, None)
+    for theirs, mine in zip(plain, run(collected_and_dropped, 2, "none"), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 # ---- one shard, and all others
 
 

@@ -211,6 +211,8 @@ class Unit:
                 group.mesh_info = mine
         group._all_reduce_hook = Hook(owner, arrive, info)
         group.post_backward = self._post_backward
+        if hasattr(group, "_reset_iter_state"):
+            group._reset_iter_state = self._reset_iter_state
         self.owner = owner
 
     # ---- in a step
@@ -219,6 +221,11 @@ class Unit:
         """Notes what FSDP is about to reduce, which nobody can see in the result, and lets it do so."""
         self.coming = tuple(i for i, p in enumerate(self.parameters) if self._comes(p))
         type(self.group).post_backward(self.group, *unused)
+
+    def _reset_iter_state(self) -> None:
+        """FSDP forgets the step in progress; what has been collected for it goes too."""
+        self.partial = None
+        type(self.group)._reset_iter_state(self.group)
 
     def _comes(self, p: Any) -> bool:
         whole = getattr(p, "_unsharded_param", None)
