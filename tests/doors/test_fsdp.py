@@ -802,6 +802,43 @@ def test_passes_after_one_that_did_not_finish() -> None:
     assert theirs.startswith("3: rank 0 could not go on") and "did not finish" in theirs
 
 
+def skipping(rank: int, world: int, everywhere: bool, zero: str) -> bool:
+    """Accumulates three passes, of which the second fails in its middle, on all ranks or on rank 0 alone.
+    Returns whether the gradients are those of the first and the third; zero: how the program drops the first
+    with the second."""
+    mesh = replicas_of(world)
+    model, alone, ends = branching(mesh), branching(mesh), [False]
+    model.branches.register_forward_hook(lambda *given: Ends.apply(given[2], ends))
+    with sidcomp.State("none") as state, sidcomp.State("none") as other:
+        sidcomp.fsdp.compress(model, state)
+        sidcomp.fsdp.compress(alone, other)
+        for one in (model, alone):
+            pass_of(one, rank, 0, PASSES[0])
+            one.zero_grad()
+        for step in (1, 2, 3):
+            ends[0] = step == 2 and (everywhere or rank == 0)
+            try:
+                pass_of(model, rank, step, PASSES[0])
+            except (ValueError, sidcomp.SidcompError):
+                model.reset_iter_state()
+                if zero:
+                    model.zero_grad(set_to_none=zero == "none")
+            if step == 3 or (step == 1 and not zero):
+                pass_of(alone, rank, step, PASSES[0])
+        return all(
+            torch.allclose(p.grad.to_local(), q.grad.to_local(), atol=1e-6)
+            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True)
+            # Of the root's parameters FSDP keeps the whole gradient, and adds it to the next one.
+            if p.requires_grad and not name.startswith("head")
+        )
+
+
+def test_a_pass_that_fails_leaves_the_gradients_of_those_before() -> None:
+    for zero in ("", "none", "zeros"):
+        assert all(run(skipping, 4, True, zero)), zero
+    assert all(run(skipping, 2, False, ""))
+
+
 def collected_and_dropped(rank: int, world: int, codec: str | None) -> torch.Tensor:
     """The program drops a step after the first of its two passes, and takes another one."""
     mesh = replicas_of(world)

@@ -47,7 +47,9 @@ class _Slot:
 class _Arrival:
     """The gradients that a unit's reduce-scatter has brought in this pass.
 
+    kept        the gradients that were accumulated before
     averaged    False: they are only collected, for a later pass
+    back        `kept` is in the gradients again, because the pass has failed
     views       the slots that it brings, each with its part of the buffer; None if it does not consist of
                 slots
     futures     by slot
@@ -58,6 +60,7 @@ class _Arrival:
     buffer: torch.Tensor
     kept: list[torch.Tensor | None]
     averaged: bool
+    back: bool = False
     views: list[tuple[int, torch.Tensor]] | None = None
     futures: "dict[int, Future[torch.Tensor]]" = field(default_factory=dict)
 
@@ -111,6 +114,7 @@ class Door(ModuleDoor):
         self._forget()
 
     def reset(self, error: Exception) -> None:
+        self._put_back()
         self._forget()
 
     # ---- a State that takes its place
@@ -146,6 +150,13 @@ class Door(ModuleDoor):
         self._waiting: dict[int, tuple[_Arrival, torch.Tensor]] = {}  # slots that are not the engine's turn
         self._sent: list[int] = []  # slots that the engine has
 
+    def _put_back(self, *_: object) -> None:
+        """A pass has failed: the gradients are again those that were accumulated before it."""
+        for a in self._arrivals:
+            if not a.back:
+                a.back = True
+                self.units[a.index].put_back(a.coming, a.kept)
+
     # ---- a backward pass
 
     def arrive(self, index: int, buffer: torch.Tensor) -> None:
@@ -159,7 +170,7 @@ class Door(ModuleDoor):
         if self._end_of_pass is None:
             callback = partial(self._finish)  # autograd alone keeps it, and drops it if the pass fails
             torch.autograd.Variable._execution_engine.queue_callback(callback)
-            self._end_of_pass = weakref.ref(callback)
+            self._end_of_pass = weakref.ref(callback, self._put_back)
             if self.engine.layout is None:  # a checkpoint was loaded, or there was no pass yet
                 self._slots, self._expected = [], []
                 self._fits.clear()
@@ -248,6 +259,9 @@ class Door(ModuleDoor):
             torch.cuda.current_stream().wait_stream(self.units[0].group.comm_ctx.all_reduce_stream)
         try:
             self._conclude()
+        except BaseException:
+            self._put_back()
+            raise
         finally:
             self._forget()
         with torch.no_grad():

@@ -260,6 +260,13 @@ class Unit:
             p.grad = None
         return kept
 
+    def put_back(self, coming: Sequence[int], kept: Sequence[torch.Tensor | None]) -> None:
+        """Undoes `set_grads_aside`, because the pass has failed: what it brought is averaged nowhere."""
+        for i, before in zip(coming, kept, strict=True):
+            p = self.parameters[i].sharded_param
+            if p.grad is not None:  # else the program has dropped the gradients
+                p.grad = before
+
     def complete(
         self, coming: tuple[int, ...], buffer: torch.Tensor, kept: Sequence[torch.Tensor | None]
     ) -> None:
