@@ -1261,6 +1261,21 @@ def test_what_is_not_supported_says_what_to_do_and_that_works(
     assert attempt(rank, world, case, True) == "it trains"
 
 
+def made_before(rank: int, world: int) -> str:
+    """What compress says of an optimizer that was made before fully_shard, which replaces the parameters."""
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = fully_shard(model, mesh=replicas_of(world))
+    with pytest.raises(sidcomp.ArgumentError) as caught:
+        sidcomp.compress(model, sgd, "topk", density=0.1)
+    return str(caught.value)
+
+
+def test_compress_refuses_an_optimizer_that_was_made_before_fully_shard() -> None:
+    for text in run(made_before, 2):
+        assert "SGD has none of the model's parameters" in text and "make it after fully_shard" in text
+
+
 def without_its_state(rank: int, world: int, room: str) -> list[str]:
     """What a program is told that saves its model and its optimizer by torch.distributed.checkpoint, which
     takes a step of the new optimizer before it loads: in the first run, and in the one that resumes."""

@@ -123,8 +123,8 @@ class Rates:
         for o, optimizer in enumerate(self.optimizers):
             if o not in found:
                 raise ArgumentError(
-                    f"follow: the {type(optimizer).__name__} has none of the DDP model's parameters: follow "
-                    "the one that steps on its gradients"
+                    f"follow: the {type(optimizer).__name__} has none of the model's parameters: follow the "
+                    "one that steps on its gradients, and make it after fully_shard, which replaces them"
                 )
 
     def bind(self, names: dict[int, str], groups: "list[Group]") -> None:

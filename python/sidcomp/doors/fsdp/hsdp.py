@@ -101,6 +101,8 @@ class Door(ModuleDoor):
             "plain HSDP" if units[0].part() else "plain replicate",
         )
         super().__init__(module, model)
+        if state.engine.rates is not None:
+            state.engine.rates.locate(model.names)  # raises if fully_shard came after the optimizer
         self._on_device = units[0].device.type != "cpu"
         several = shards is not None and shards.size() > 1
         self.shards = Peers([shards], units[0].device.type) if shards is not None and several else _ALONE
