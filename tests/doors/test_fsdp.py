@@ -917,10 +917,10 @@ def discarded(rank: int, world: int, nonfinite: str | None) -> tuple[int, bool, 
             backward(model, rank, step)
         before = state.state_dict()["residuals"]
 
-        def spoil(grad: torch.Tensor) -> torch.Tensor:
+        def with_inf(grad: torch.Tensor) -> torch.Tensor:
             return torch.cat([grad[:, :1] * float("inf"), grad[:, 1:]], 1)
 
-        hook = model[0].register_forward_hook(lambda _, given, out: (out.register_hook(spoil), None)[1])
+        hook = model[0].register_forward_hook(lambda _, given, out: (out.register_hook(with_inf), None)[1])
         model.zero_grad()
         backward(model, rank, 3)
         hook.remove()
