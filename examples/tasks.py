@@ -330,13 +330,11 @@ class GPTBlock(nn.Module):
 class GPTModel(nn.Module):
     """A transformer over bytes: (batch, time) uint8 -> (batch, time, 256) logits."""
 
-    def __init__(
-        self, width: int = 256, layers: int = 4, heads: int = 4, time: int = 64, outputs: int = 256
-    ) -> None:
+    def __init__(self, width: int = 256, layers: int = 4, heads: int = 4, time: int = 64) -> None:
         super().__init__()
         self.word = nn.Embedding(256, width)
         self.blocks = nn.ModuleList([GPTBlock(width, heads) for _ in range(layers)])
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, outputs, bias=False)
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
         half = width // heads // 2
         angles = torch.arange(time)[:, None] / 100 ** (torch.arange(half) / half)
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -431,71 +429,7 @@ class Words(LanguageModel):
         return WordModel(self.WORDS).to(self.device)
 
 
-class Encoder(GPTModel):
-    """The same transformer, not causal: (batch, time) uint8 -> (batch, outputs) logits."""
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y = self.word(x.int())
-        for block in self.blocks:
-            y = block(y, self.cos, self.sin, torch.zeros((), device=x.device))
-        return self.head(self.norm(y).mean(1)), y[:0].clone()
-
-
-class Passages:
-    """Tells in which of torch's packages a passage of source text stands, by a transformer of 0.8 million
-    parameters that reads in both directions. Every tenth file is held out."""
-
-    title = "encoder that classifies passages, AdamW"
-    metric = "validation loss"
-    unit = "nats per passage"
-    steps = 450
-    batch = 16
-    lr = 0.001
-    momentum = 0.0
-    adamw = True
-
-    PACKAGES = ("_dynamo", "_inductor", "ao", "distributed", "fx", "nn", "onnx", "utils")
-    TIME = 64
-    MAX_BYTES = 1 << 20  # of a package
-    HELD_OUT = 256  # passages of a package
-
-    def __init__(self, rank: int, world: int, batch: int, device: torch.device) -> None:
-        train, held, reach = [], [], torch.arange(self.TIME)
-        for package in self.PACKAGES:
-            files = sorted((Path(torch.__file__).parent / package).rglob("*.py"))
-            for i, into in ((range(1, 10), train), (range(1), held)):
-                text = b"".join(f.read_bytes() for n, f in enumerate(files) if n % 10 in i)[: self.MAX_BYTES]
-                into.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        starts = [torch.arange(self.HELD_OUT) * ((len(text) - self.TIME) // self.HELD_OUT) for text in held]
-        passages = [text[at[:, None] + reach] for text, at in zip(held, starts, strict=True)]
-        labels = torch.arange(len(held)).repeat_interleave(self.HELD_OUT)
-        self.data = f"passages of {self.TIME} bytes from {', '.join(self.PACKAGES)}"
-        self.train, self.reach, self.device, self.batch = train, reach, device, batch
-        self.first = rank * 1_000_003  # of the numbers from which a rank draws
-        self.held = torch.cat(passages)[rank::world].to(device), labels[rank::world].to(device)
-
-    def model(self) -> nn.Module:
-        return Encoder(width=128, time=self.TIME, outputs=len(self.PACKAGES)).to(self.device)
-
-    def loss(self, model: nn.Module, step: int, carry: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        draw = torch.Generator().manual_seed(self.first + step)
-        labels = torch.randint(len(self.train), (self.batch,), generator=draw)
-        where = torch.rand(self.batch, generator=draw, dtype=torch.float64)
-        texts = [self.train[i] for i in labels.tolist()]
-        starts = [int(x * (len(text) - self.TIME)) for x, text in zip(where.tolist(), texts, strict=True)]
-        x = torch.stack([text[at + self.reach] for text, at in zip(texts, starts, strict=True)])
-        return F.cross_entropy(model(x.to(self.device))[0], labels.to(self.device)), None
-
-    def measure(self, model: nn.Module) -> tuple[float, int]:
-        x, labels = self.held
-        parts = zip(x.split(64), labels.split(64), strict=True)
-        return sum(F.cross_entropy(model(a)[0], b, reduction="sum").item() for a, b in parts), len(labels)
-
-    def apart(self, dense: float, ours: float) -> str:
-        return f"{ours / dense - 1:+.1%}"
-
-
-TASKS: dict[str, type[LanguageModel] | type[Digits] | type[Passages]] = {
+TASKS: dict[str, type[LanguageModel] | type[Digits]] = {
     "lm": LanguageModel,
     "digits": Digits,
     "mlp": DigitsByPerceptron,
@@ -506,5 +440,4 @@ TASKS: dict[str, type[LanguageModel] | type[Digits] | type[Passages]] = {
     "gpt": GPT,
     "lstm": LSTMSized,
     "words": Words,
-    "passages": Passages,
 }

@@ -506,7 +506,6 @@ def test_every_flag_has_help(
         ("transformer", 200, 1_407_136),
         ("lstm", 11, 3_580_160),
         ("words", 7, 3_251_200),
-        ("passages", 27, 821_376),
     ],
 )
 def test_tasks_have_the_tensors_they_are_for(
