@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
             record["machine"] = machine()
             if args.save:
                 write(kept, record)
-    of_what = f" x {task.TIME} bytes" if hasattr(task, "TIME") else ""
+    of_what = f" x {task.TIME} {task.unit.split()[-1]}s" if hasattr(task, "TIME") else ""
     note = (
         f"{task.title}, {int(found[DENSE]['elements']):,} parameters, {args.world} ranks, {asked.steps} "
         f"steps of {args.world} x {asked.batch}{of_what} (flags of all rows: "
