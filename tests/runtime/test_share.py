@@ -6,17 +6,18 @@ import torch.distributed as dist
 from harness import run
 from sidcomp.local.vectors import share
 
-TENSORS = [  # odd strides, signed zeros, NaN, integers, and nothing
+TENSORS = [  # odd strides, signed zeros, NaN, integers, signs that are pending, and nothing
     lambda: torch.arange(12.0).view(3, 4).t(),
     lambda: torch.tensor([0.0, torch.nan, -torch.inf, 1e-40]),
     lambda: torch.tensor(3.5, dtype=torch.bfloat16),
     lambda: torch.tensor([[1, 2], [3, 4]]),
+    lambda: torch._neg_view(torch.tensor([3.0, -1.0])),
     lambda: torch.empty(0),
 ]
 
 
 def bits(x: torch.Tensor) -> list[int]:
-    return x.contiguous().view(-1).view(torch.uint8).tolist()
+    return x.resolve_neg().contiguous().view(-1).view(torch.uint8).tolist()
 
 
 def sent(rank: int, world: int, other: int | None) -> int:
@@ -39,10 +40,10 @@ def sent(rank: int, world: int, other: int | None) -> int:
     return total
 
 
-@pytest.mark.parametrize("other", [0, 1, 2, 3])
+@pytest.mark.parametrize("other", [0, 1, 2, 3, 4])
 def test_one_rank_has_other_tensors(other: int) -> None:
     """Minus zero, another order, another sign of a NaN: rank 0's bytes arrive."""
-    assert run(sent, 3, other) == [4 * 16 + 2 + 4 * 8] * 3
+    assert run(sent, 3, other) == [4 * 18 + 2 + 4 * 8] * 3
 
 
 def test_ranks_with_the_same_tensors_send_none() -> None:

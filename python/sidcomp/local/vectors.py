@@ -459,7 +459,7 @@ def share(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     checkpoint, nothing is sent: over a slow link that would take minutes."""
     seen = hashlib.blake2b(digest_size=16)
     for x in tensors:
-        own = x.detach().cpu().contiguous()
+        own = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
         if n := own.numel():
             at = address(own, "what the ranks begin with", own.dtype, n)
             seen.update((c_char * (n * own.element_size())).from_address(at))
