@@ -321,6 +321,7 @@ UPDATES = {  # setting: for each number of ranks the ending of the file's name, 
     '`preset("topk-fortieth")`': {r: ("clip", "local error, default") for r in (2, 4, 8)},
     "`ratio=100`": {2: ("clip", "local error, 1/100")}
     | {r: ("clip", "local error, 1/100, two-shot") for r in (4, 8)},
+    '`"deadzone", bits=1.0, every=3`': {4: ("clip", "local error, deadzone 1 bit, two-shot, every 3")},
     "a thousandth": {2: ("long", "local error, deadzone 0.5, every 16")}
     | {4: ("longer", "local error, deadzone 1 bit, two-shot, every 32")},
 }
@@ -330,9 +331,11 @@ UPDATES = {  # setting: for each number of ranks the ending of the file's name, 
 def adam_updates() -> list[Row]:
     out = []
     for setting, files in UPDATES.items():
-        for task, model in MODELS.items():
+        for task, model in (MODELS | {"words": "word-level LSTM"}).items():
             for ranks, (ending, label) in files.items():
                 name = f"adamw-{task}-{ranks}-{ending}"
+                if not (RESULTS / f"{name}.json").exists() or label not in record(name)["found"]:
+                    continue
                 steps = record(name)["note"].split(" ranks, ")[1].split()[0]
                 each = over(name, label)
                 cells = {"setting": setting, "model": model, "ranks": ranks, "steps": steps}
