@@ -808,6 +808,21 @@ def test_each_rank_may_give_the_profile_that_it_has_saved(rank: int, world: int)
             assert any(said in line for line in log) and said in t.state.explain(), log
 
 
+@on_ranks(2)
+def test_a_profile_in_another_order_gives_the_same_plan(rank: int, world: int) -> None:
+    slow: Costs = {"all_reduce": (1e-4, 2e-7), "all_gather": (1e-4, 2e-8), "encode": (1e-5, 1e-9)}
+    profile, said = None, []
+    for names in (["topk", "fp16"], ["topk", "fp16"], ["fp16", "topk"]):
+        with Training(rank, slow=slow, candidates=names, warmup=0, profile=profile) as t:
+            r = t.until_it_settles()
+            check(r)
+            profile = t.state.profile
+        said.append((sorted((c["ways"], c["predicted_ps"]) for c in r["competed"]), candidates(r)))
+    _, alike, turned = said
+    assert turned == alike
+    assert turned[1] == {"topk"}
+
+
 @pytest.mark.parametrize(
     ("saved", "given", "why"),
     [

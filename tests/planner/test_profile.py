@@ -400,6 +400,8 @@ def test_methods_are_chosen_by_name() -> None:
     assert dense["encode"] is None and dense["decode"] is None
     assert topk["encode"] == profile.methods[1].encode.knots  # type: ignore[union-attr]
     assert [m["name"] for m in profile.instance(methods=["dense"])["methods"]] == ["dense"]
+    names = ["topk density=0.01", "dense"]  # a State may have them in another order than the profile
+    assert [m["name"] for m in profile.instance(methods=names)["methods"]] == names
     with pytest.raises(ArgumentError, match="no method 'fp16' in the profile; it has: dense, topk"):
         profile.instance(methods=["fp16"])
     with pytest.raises(ArgumentError, match="no method 'fp16'"):

@@ -186,7 +186,7 @@ class Profile:
         ArgumentError.
 
         buckets     True: a tensor is ready when its bucket is; False: when it is ready itself (after rewrap)
-        methods     the names of the candidates to choose from; None: all
+        methods     the names of the candidates to choose from, in the order that the instance has; None: all
         rates       {method: {"encode" | "exchange" | "decode": per mille}}: corrections of the times, from
                     later observations
         copied      True: dense groups include the copy back, which all but DDP's own buckets need: their
@@ -206,7 +206,8 @@ class Profile:
             ready = max(now, last[t["bucket"] if buckets else i])
             tensors.append({"name": t["name"], "backward_ps": ready - now, "bytes": t["bytes"]})
             now = ready
-        costs = [_costs(m, rates.get(m.name, {})) for m in self.methods if m.name in chosen]
+        of_name = {m.name: _costs(m, rates.get(m.name, {})) for m in self.methods}
+        costs = [of_name[name] for name in chosen]
         if not copied:
             costs = [{**c, "decode": None} if c["encode"] is None else c for c in costs]
         kinds = [t["kind"] for t in self.tensors]
