@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import clock
@@ -31,7 +32,7 @@ from sidcomp.autotune import (
     profiling,
     search,
 )
-from sidcomp.config.grouping import Regime
+from sidcomp.config.grouping import Piece, Regime, Spec
 from sidcomp.doors.ddp import register, rewrap
 from sidcomp.planner import fusion, mergecomp
 from sidcomp.planner.profile import Profile
@@ -780,7 +781,7 @@ def test_a_profile_is_used_again_and_a_stale_one_is_noticed(tmp_path: Path) -> N
             check(r[which])
         assert any("using the profile" in line for line in r["again"]["log"])
         assert not any("measuring codecs" in line for line in r["again"]["log"])
-        for which, why in (("other", "another model"), ("network", "another network"), ("threads", "")):
+        for which, why in (("other", "another model"), ("network", "another network"), ("threads", "threads 1, now it is 2")):
             (line,) = (line for line in r[which]["log"] if "does not fit" in line)
             assert why in line
             assert any("measuring codecs" in line for line in r[which]["log"])
@@ -806,6 +807,20 @@ def test_each_rank_may_give_the_profile_that_it_has_saved(rank: int, world: int)
                 t.step()
             log = t.state.plan_report()["log"]
             assert any(said in line for line in log) and said in t.state.explain(), log
+
+
+def test_a_profile_does_not_say_which_gpu_a_rank_has() -> None:
+    """Else no two ranks of a node would have the same one."""
+
+    def of(device: str) -> list[dict[str, Any]]:
+        spec = Spec(0, [Piece("w", (4,), 4, "float32", 4, device, 0, 0)])
+        layout = SimpleNamespace(
+            groups=[SimpleNamespace(spec=spec)], buckets=[SimpleNamespace(names=["w"])], excluded=set()
+        )
+        times = measurement._Times(1, 1, 0, [10], [5])
+        return measurement._tensors(layout, times)  # type: ignore[arg-type]
+
+    assert of("cuda:0") == of("cuda:1") != of("cpu")
 
 
 @on_ranks(2)

@@ -265,6 +265,25 @@ def test_what_not_all_ranks_have_is_measured_again(what: str, probed: int, said:
         assert len(r["tried"]) == 1
 
 
+@on_ranks(2)
+def test_ranks_with_other_numbers_of_threads_have_one_profile(rank: int, world: int) -> None:
+    """In a checkpoint, with which their search continues, and to start from."""
+    torch.set_num_threads(1 + rank)
+    with Training(rank, **HOW) as t:
+        while stage(t) != "verifying":
+            t.step()
+        data, profile = taken(t), t.state.profile
+    assert profile is not None and profile.threads == 2
+    probed = Probed()
+    with Training(rank, **HOW) as t:
+        given(t, data)
+        until_it_settles(t)
+    with Training(rank, profile=profile, **HOW) as t:
+        until_it_settles(t)
+        assert "using the profile that was given" in t.report()["log"]
+    assert probed.count == 0
+
+
 def by_three(rank: int, world: int, room: str) -> None:
     with Training(rank, **HOW) as t:
         until_it_settles(t)

@@ -204,6 +204,22 @@ def test_ranks_with_other_arguments_are_refused_on_all_ranks() -> None:
         assert "int4" in said and "int8" in said
 
 
+def threads_of(rank: int, world: int) -> int:
+    import torch
+    from sidcomp.autotune import local_ranks
+
+    torch.set_num_threads(1 + rank)
+    return int(local_ranks.measured({"codecs": [], "bytes": 2**12, "seconds": 0.1})["threads"])
+
+
+def test_threads_are_those_of_the_rank_that_has_most() -> None:
+    """As in a run, of which every rank has the profile."""
+    need_gloo()
+    from harness import run as run_ranks
+
+    assert run_ranks(threads_of, 2) == [2, 2]
+
+
 def test_the_ranks_of_torchrun_are_not_counted_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)

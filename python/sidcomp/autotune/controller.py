@@ -257,7 +257,9 @@ class Controller(Monitoring):
         checkpoints. What a rank lacks, or has differently, no rank uses: all continue at the least advanced
         stage."""
         assert p.exchange is not None
-        here = {**measurement.identity(buckets, p.exchange), "version": _core.version}
+        what = "the step in which ranks begin or resume to plan"
+        threads = measurement.most_threads(p.exchange, what)
+        here = {**measurement.identity(buckets, p.exchange, threads), "version": _core.version}
         self._identity = here
         why = self._unfit(self._loaded, here) if self._loaded is not None else "it loaded no checkpoint"
         kept = self._kept if not why else None
@@ -270,7 +272,6 @@ class Controller(Monitoring):
             # how long measuring took is by each rank's own clock
             "given": digest({**self.given.plain(), "measured_s": 0}) if self.given is not None else "",
         }
-        what = "the step in which ranks begin or resume to plan"
         told = p.exchange.tell_texts(json.dumps(mine), what)
         rows = [files.parse_json(row, f"what rank {r} says of its plan") for r, row in enumerate(told)]
         loaded = any(row["loaded"] for row in rows)

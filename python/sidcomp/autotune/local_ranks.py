@@ -62,6 +62,7 @@ def measured(request: dict[str, Any], tell: probe.Progress | None = None) -> dic
     exchange = Exchange(group, device, "sidcomp bench")
     try:
         local = from_environment("LOCAL_WORLD_SIZE", exchange.world)
+        threads = measurement.most_threads(exchange, "the measurement")
         told = exchange.tell_texts(json.dumps([request, local]), "the measurement")
         requests, of_hosts = zip(*map(json.loads, told), strict=True)
         _compare(requests)
@@ -74,7 +75,7 @@ def measured(request: dict[str, Any], tell: probe.Progress | None = None) -> dic
     finally:
         exchange.close()
     plain = {key: value for key, value in asdict(found).items() if key != "seconds"}
-    return {**plain, "measured_s": found.seconds, "threads": torch.get_num_threads()}
+    return {**plain, "measured_s": found.seconds, "threads": threads}
 
 
 def _compare(every: Sequence[Any]) -> None:

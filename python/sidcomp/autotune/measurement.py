@@ -143,8 +143,15 @@ def planned(layout: Layout) -> list[Piece]:
     return [x for x in _pieces(layout) if x.name not in layout.excluded]
 
 
-def identity(buckets: Sequence[Bucket], exchange: Exchange) -> dict[str, Any]:
-    """Identifies the model and the ranks of a profile. Raises nothing, because ranks also compare it."""
+def most_threads(exchange: Exchange, what: str) -> int:
+    """The threads of the rank that has most. A collective; what: as `Exchange.tell_all` takes it."""
+    told = exchange.tell_all(torch.get_num_threads().to_bytes(8, "little"), what)
+    return max(int.from_bytes(own, "little") for own in told)
+
+
+def identity(buckets: Sequence[Bucket], exchange: Exchange, threads: int) -> dict[str, Any]:
+    """Identifies the model and the ranks of a profile, the same on all ranks. Raises nothing, because ranks
+    also compare it. threads: those of the rank that has most."""
     return {
         "model": model_digest(
             (name, shape, DTYPES.get(b.buffer.dtype, str(b.buffer.dtype)))
@@ -155,7 +162,7 @@ def identity(buckets: Sequence[Bucket], exchange: Exchange) -> dict[str, Any]:
         "world": exchange.world,
         "device": exchange.device.type,
         "backend": exchange.backend,
-        "threads": torch.get_num_threads(),
+        "threads": threads,
     }
 
 
@@ -200,10 +207,10 @@ def profile(
     slowdown = 0  # a GPU's exchanges hardly slow down its computation; those of updates overlap none
     if not p.on_device and not p.updates:
         slowdown = _slowdown(probed, times.longer, sizes, span)
-    (slowdown,) = agree([slowdown])
+    slowdown, threads = agree([slowdown, torch.get_num_threads()])
     contention = {**probed.contention, "slowdown_permille": slowdown}
     return Profile(
-        **identity(layout.buckets, p.exchange),
+        **identity(layout.buckets, p.exchange, threads),
         tensors=tensors,
         forward_ps=at_first,
         compute_ps=_PS * times.compute,
@@ -265,7 +272,7 @@ def _tensors(layout: Layout, times: _Times) -> list[dict[str, Any]]:
             "bytes": x.numel * x.itemsize,
             "bucket": x.bucket,
             "ready_ps": _PS * min(times.ready[of_param[x.name]], times.buckets[x.bucket]),
-            "kind": f"{x.dtype} {x.device}",
+            "kind": f"{x.dtype} {torch.device(x.device).type}",  # ranks have devices of their own
         }
         for x in planned(layout)
     ]

@@ -141,9 +141,8 @@ class Profiling(Iterations):
         """Why a profile, the same on all ranks, does not fit here; None if it fits on all ranks. Every rank
         calls it."""
         assert self._p is not None and self._p.layout is not None
-        stale = profile.stale(**self._here())  # ranks may have other threads
-        if self._agree([int(stale is not None)])[0]:
-            return stale or "on another rank it is stale"
+        if (stale := profile.stale(**self._here())) is not None:
+            return stale
         here = [(x.name, x.bucket) for x in measurement.planned(self._p.layout)]
         then = [(t["name"], t["bucket"]) for t in profile.tensors]
         if dict(then).keys() != dict(here).keys():

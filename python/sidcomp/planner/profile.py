@@ -51,8 +51,8 @@ class Profile:
     for dense_ps; sizes are bytes of gradient.
 
     tensors     in gradient-ready order: {"name", "bytes", "bucket", "ready_ps", "kind"}. ready_ps counts from
-                the start of the iteration, without communication; kind is dtype and device, which no group
-                mixes
+                the start of the iteration, without communication; kind is dtype and device type, which no
+                group mixes
     compute_ps  an iteration without communication: forward and backward
     dense_ps    an iteration of plain DDP, the mean over the ranks
     methods     the candidates, dense first
@@ -60,7 +60,8 @@ class Profile:
                 computation ("compute_permille"); speed that an exchange takes ("slowdown_permille")
     measured_s  how long measuring took, in seconds
     model       a digest of the parameters' names, shapes and dtypes. A profile applies only to the same
-                model, world size, device type, backend, number of threads and version of sidcomp.
+                model, world size, device type, backend, number of threads of the rank that has most, and
+                version of sidcomp.
     """
 
     model: str  # model_digest
