@@ -838,6 +838,26 @@ def test_a_profile_in_another_order_gives_the_same_plan(rank: int, world: int) -
     assert turned[1] == {"topk"}
 
 
+@on_ranks(4)
+def test_ranks_of_uneven_nodes_plan_alike_from_a_profile_of_even_ones(rank: int, world: int) -> None:
+    """Which has an exchange between nodes of two ranks: two of the ranks are in such a node."""
+    how: dict[str, Any] = {"slow": {"all_reduce": 2e-7, "all_gather": 2e-5}, "warmup": 0}
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    with Training(rank, **how) as t:
+        for _ in range(60):
+            t.step()
+            if t.state.profile is not None:
+                break
+        profile = t.state.profile
+        assert profile is not None and any("ranks_per_node=2" in m.name for m in profile.methods)
+    os.environ["LOCAL_WORLD_SIZE"] = "2 2 1 1".split()[rank]
+    with Training(rank, profile=profile, **how) as t:
+        r = t.until_it_settles()
+    check(r)
+    assert "using the profile that was given" in r["log"]
+    assert not any("ranks_per_node" in name for name in r["methods"])
+
+
 @pytest.mark.parametrize(
     ("saved", "given", "why"),
     [

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -347,13 +347,25 @@ def considered(p: Engine, settings: Settings) -> list[int]:
     return candidates
 
 
+def _names(p: Engine, settings: Settings) -> list[str]:
+    """Of what `considered` has."""
+    assert p.exchange is not None
+    return [measurable(settings, i, p.exchange.world).name for i in considered(p, settings)]
+
+
 def lacks(profile: Profile, p: Engine, settings: Settings) -> str | None:
     """Which candidates the profile lacks, as a sentence; None if it has all."""
     known = {m.name for m in profile.methods}
-    assert p.exchange is not None
-    names = [measurable(settings, i, p.exchange.world).name for i in considered(p, settings)]
-    missing = [name for name in names if name not in known]
+    missing = [name for name in _names(p, settings) if name not in known]
     return f"it lacks the costs of {', '.join(missing)}" if missing else None
+
+
+def narrowed(profile: Profile, p: Engine, settings: Settings) -> Profile:
+    """The profile with no other candidates than `considered` has: a collective. Ranks of nodes that differ in
+    size name an exchange between nodes differently, so a rank alone could find one that others do not have."""
+    dense, *others = profile.methods
+    names = _names(p, settings)
+    return replace(profile, methods=[dense, *(m for m in others if m.name in names)])
 
 
 def candidates_of(profile: Profile, settings: Settings) -> list[int]:

@@ -152,6 +152,8 @@ class Profiling(Iterations):
         return measurement.lacks(profile, self._p, self.settings)
 
     def _note_profile(self, of: str, profile: Profile) -> Profile:
+        assert self._p is not None
+        profile = measurement.narrowed(profile, self._p, self.settings)
         self._journal.turn_into({"kind": "profile", "of": of, "done": True, "profile": profile.plain()})
         return profile
 
@@ -164,7 +166,7 @@ class Profiling(Iterations):
         reason = self._misfit(profile)
         if reason is None:
             self._journal.next("profile", e["of"])
-            return profile
+            return self._note_profile(e["of"], profile)
         self._journal, self._replaying = Journal(), False
         self._say(f"the profile in the checkpoint does not fit ({reason}): measuring again")
         return None
