@@ -40,6 +40,8 @@ from sidcomp.planner.significance import WORTH, is_faster
 from sidcomp.runtime import optimizer_watch
 from sidcomp.runtime.cpu_executor import CpuExecutor
 from sidcomp.runtime.group import Group
+from sidcomp.standalone.assumed_profile import assumed_profile
+from sidcomp.standalone.model_shapes import of_json
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,6 +87,7 @@ class Many(nn.Module):
 MODELS: dict[str, Any] = {
     "mlp": mlp,
     "deep": lambda: mlp(layers=12),
+    "wide": lambda: nn.Sequential(nn.Linear(96, 400), mlp(400)),
     "one tensor": lambda: nn.Linear(96, 96, bias=False),
     "forgetful": Forgetful,
     "5000 tensors": lambda: Many(5000),
@@ -781,7 +784,11 @@ def test_a_profile_is_used_again_and_a_stale_one_is_noticed(tmp_path: Path) -> N
             check(r[which])
         assert any("using the profile" in line for line in r["again"]["log"])
         assert not any("measuring codecs" in line for line in r["again"]["log"])
-        for which, why in (("other", "another model"), ("network", "another network"), ("threads", "threads 1, now it is 2")):
+        for which, why in (
+            ("other", "another model"),
+            ("network", "another network"),
+            ("threads", "threads 1, now it is 2"),
+        ):
             (line,) = (line for line in r[which]["log"] if "does not fit" in line)
             assert why in line
             assert any("measuring codecs" in line for line in r[which]["log"])
@@ -856,6 +863,24 @@ def test_ranks_of_uneven_nodes_plan_alike_from_a_profile_of_even_ones(rank: int,
     check(r)
     assert "using the profile that was given" in r["log"]
     assert not any("ranks_per_node" in name for name in r["methods"])
+
+
+@on_ranks(2)
+def test_a_profile_of_bench_has_ddps_buckets(rank: int, world: int) -> None:
+    """Those of its defaults, by which the first has 1 MB. What bench assumes of the step is right here."""
+    how: dict[str, Any] = {"slow": SLOW_DENSE, "candidates": ["topk"], "ddp": {}}
+    with Training(rank, "wide", **how) as t:
+        t.until_it_settles()
+        measured = t.state.profile
+        shapes = {name: list(p.shape) for name, p in t.ddp.module.named_parameters()}
+    assert measured is not None and len(measured.bucket_ends()) == 2
+    found = {key: measured.plain()[key] for key in ("methods", "contention", "threads", "measured_s")}
+    bench = assumed_profile(of_json(shapes), measured.compute_ps / 1e9, world, found)
+    assert [t["bucket"] for t in bench.tensors] == [t["bucket"] for t in measured.tensors]
+    with Training(rank, "wide", profile=replace(bench, dense_ps=measured.dense_ps), **how) as t:
+        r = t.until_it_settles()
+    check(r)
+    assert "using the profile that was given" in r["log"]
 
 
 @pytest.mark.parametrize(

@@ -361,8 +361,8 @@ def lacks(profile: Profile, p: Engine, settings: Settings) -> str | None:
 
 
 def narrowed(profile: Profile, p: Engine, settings: Settings) -> Profile:
-    """The profile with no other candidates than `considered` has: a collective. Ranks of nodes that differ in
-    size name an exchange between nodes differently, so a rank alone could find one that others do not have."""
+    """The profile with no other candidates than `considered` has: a collective. Ranks of nodes of other sizes
+    name an exchange between nodes differently, so a rank alone could find one that others do not have."""
     dense, *others = profile.methods
     names = _names(p, settings)
     return replace(profile, methods=[dense, *(m for m in others if m.name in names)])

@@ -5,30 +5,33 @@ from itertools import accumulate
 from typing import Any
 
 from sidcomp.errors import ArgumentError
-from sidcomp.planner import fusion
 from sidcomp.planner.profile import Profile, model_digest, slowdown_permille
 from sidcomp.standalone.estimate import BUCKET, instance_of
 from sidcomp.standalone.model_shapes import Model
 from sidcomp.standalone.simulation import Link
+
+_FIRST = 2**20  # bytes of the first bucket of DDP, where no bucket_cap_mb is given; BUCKET is for the others
 
 
 def assumed_profile(model: Model, step_ms: float, world: int, found: dict[str, Any]) -> Profile:
     """The profile of `model`, whose step computes for step_ms, on CPUs over Gloo.
 
     found: "methods", "contention", "threads" and "measured_s", as a rank of `sidcomp bench` prints them. The
-    buckets are those of DDP, and plain DDP's step is the one that the planner's model predicts.
+    buckets are those of DDP by default, and plain DDP's step is the one that the planner's model predicts.
     """
-    dense = {"name": "dense", "encode": None, "exchange": [[0, 0]], "decode": None}
-    instance = instance_of(model, step_ms, [dense])
-    ends = fusion.plan(instance, "bucket", method=0, bytes=BUCKET)["ends"]
+    instance = instance_of(model, step_ms, [])
     forward = instance["forward_ps"]
     ready = [forward + ps for ps in accumulate(t["backward_ps"] for t in instance["tensors"])]
-    bucket_of = [sum(i >= end for end in ends) for i in range(len(ready))]
-    tensors = [
-        {"name": t["name"], "bytes": t["bytes"], "bucket": bucket, "ready_ps": at, "kind": "float32 cpu"}
-        for t, at, bucket in zip(instance["tensors"], ready, bucket_of, strict=True)
+    tensors: list[dict[str, Any]] = [
+        {"name": t["name"], "bytes": t["bytes"], "bucket": 0, "ready_ps": at, "kind": "float32 cpu"}
+        for t, at in zip(instance["tensors"], ready, strict=True)
         if t["bytes"]
     ]
+    bucket = held = 0
+    for t in tensors:
+        t["bucket"], held = bucket, held + t["bytes"]
+        if held >= (BUCKET if bucket else _FIRST):
+            bucket, held = bucket + 1, 0
     plain: dict[str, Any] = {
         "model": model_digest((p.name, p.shape, "float32") for p in model.parameters if p.elements),
         "world": world,
