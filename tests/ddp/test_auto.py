@@ -857,7 +857,7 @@ def test_ranks_of_uneven_nodes_plan_alike_from_a_profile_of_even_ones(rank: int,
                 break
         profile = t.state.profile
         assert profile is not None and any("ranks_per_node=2" in m.name for m in profile.methods)
-    os.environ["LOCAL_WORLD_SIZE"] = "2 2 1 1".split()[rank]
+    os.environ["LOCAL_WORLD_SIZE"] = "2211"[rank]
     with Training(rank, profile=profile, **how) as t:
         r = t.until_it_settles()
     check(r)
@@ -937,6 +937,10 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         ({"codec": "topk", "profile": "p.json"}, "plans nothing"),
         ({"codec": "topk", "groups": "even:0"}, "at least one group"),
         ({"codec": "auto", "profile": "missing.json"}, "missing.json"),
+        (
+            {"codec": "auto", "profile": Profile("m", 2, "cpu", "gloo", 1, [], 0, 0, 0, [])},
+            "tensors is empty",
+        ),
     ):
         with pytest.raises(sidcomp.ArgumentError, match=text):
             sidcomp.State(**arguments)  # type: ignore[arg-type]

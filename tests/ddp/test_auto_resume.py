@@ -19,6 +19,7 @@ from harness import on_ranks, run
 from sidcomp.autotune import journal, monitoring, outcome, probe
 from sidcomp.autotune.controller import Controller
 from sidcomp.config.settings import PLAIN
+from sidcomp.planner.significance import is_faster
 from sidcomp.runtime.checkpoint import Resume
 from test_auto import Costs, Training, candidates, check
 
@@ -184,6 +185,18 @@ def test_pairs_that_were_given_up_are_enough_in_a_checkpoint() -> None:
     journal.entries([entry], "journal")
     with pytest.raises(sidcomp.CheckpointError, match="enough pairs to decide"):
         journal.entries([{**entry, "pairs": pairs[1:]}], "journal")
+
+
+def test_longer_windows_than_a_run_has_are_refused() -> None:
+    """And more pairs: deciding by them would recurse too deep, or take for ever."""
+    entry = {"kind": "pairs", "of": "a plan", "done": True, "waiting": 0}
+    for pairs, length in (
+        ([[[980] * 600, [1000] * 600]] * 2, "1 to 32"),
+        ([[[980], [1000]]] * 11, "0 to 10"),
+    ):
+        with pytest.raises(sidcomp.CheckpointError, match=f"a list of length {length}"):
+            journal.entries([{**entry, "pairs": pairs}], "journal")
+    assert is_faster([[[980] * 32, [1000] * 32]] * 10)
 
 
 def test_a_window_in_a_checkpoint_has_rows_of_one_plan() -> None:

@@ -148,6 +148,7 @@ CORRUPT = {
     "no methods": lambda d: {k: v for k, v in d.items() if k != "methods"},
     "an unknown field": lambda d: {**d, "colour": "red"},
     "a number as text": lambda d: {**d, "dense_ps": "60"},
+    "one rank": lambda d: {**d, "world": 1},
     "a negative time": lambda d: {**d, "forward_ps": -1},
     "tensors without bytes": lambda d: {**d, "tensors": [{"name": "a", "bucket": 0, "ready_ps": 1}]},
     "knots that fall": lambda d: {

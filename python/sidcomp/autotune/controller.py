@@ -390,7 +390,12 @@ def controller_for(
             f'profile= needs codec="auto" or groups in {PLANNED}; groups={groups!r} plans nothing: leave '
             "profile out"
         )
-    if profile is not None and not isinstance(profile, Profile):
+    if isinstance(profile, Profile):
+        try:
+            profile = Profile.of(profile.plain())
+        except ArgumentError as e:
+            raise ArgumentError(f"profile= is not a complete profile ({e}): measure again") from e
+    elif profile is not None:
         profile = Profile.load(profile)
     return Controller(settings, profile) if settings.planned else None
 

@@ -13,7 +13,7 @@ from sidcomp.config.grouping import DENSE
 from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.planner.fusion import VERSION
 from sidcomp.planner.profile import Profile
-from sidcomp.planner.significance import WORTH, is_faster
+from sidcomp.planner.significance import PAIRS, WORTH, is_faster
 from sidcomp.runtime.plain_data import (
     Check,
     count,
@@ -45,6 +45,7 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "window": {"times": [], "rows": [], "took": []},
     "pairs": {"pairs": [], "waiting": 0},
 }
+_LONGEST = 32  # steps of a window; those of Search._turns have 22 at most
 
 
 class Journal:
@@ -104,8 +105,8 @@ def _profile(value: object, where: str) -> None:
         raise CheckpointError(f"{where}: {e}") from e
 
 
-window = listing(positive, least=1)
-pair = listing(window, least=2, most=2)
+window = listing(positive, least=1, most=_LONGEST)
+pairs = listing(listing(window, least=2, most=2), most=PAIRS)
 _HOLDS: dict[str, dict[str, Check]] = {
     "turns": {
         "turns": listing(
@@ -122,7 +123,7 @@ _HOLDS: dict[str, dict[str, Check]] = {
     "profile": {"profile": _profile},
     "times": {"times": listing(count)},
     "window": {"times": listing(count), "rows": listing(listing(whole)), "took": listing(whole)},
-    "pairs": {"pairs": listing(pair), "waiting": count},
+    "pairs": {"pairs": pairs, "waiting": count},
 }
 
 
@@ -176,7 +177,7 @@ _WATCH: dict[str, Check] = {
     **dict.fromkeys(("reference", "calm", "base", "strikes", "steps", "pause", "taken"), count),
     "times": listing(count),
     "comparing": flag,
-    "pairs": listing(pair),
+    "pairs": pairs,
 }
 _IDENTITY: dict[str, Check] = {
     **dict.fromkeys(("model", "device", "backend", "version"), text),

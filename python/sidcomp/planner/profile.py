@@ -128,7 +128,7 @@ class Profile:
     def _check(self) -> None:
         for name in ("model", "device", "backend", "version"):
             fusion._string(name, getattr(self, name))
-        for name, least in (("world", 1), ("threads", 0), *((step, 0) for step in _STEPS)):
+        for name, least in (("world", 2), ("threads", 0), *((step, 0) for step in _STEPS)):
             fusion._within(name, getattr(self, name), least, _MOST)
         fusion._within("format", self.format, FORMAT, FORMAT)
         _finite("measured_s", self.measured_s)
