@@ -54,8 +54,6 @@ static int64_t factor(dice *d) {
     return 1000 - d->error + (int64_t)(z % (2 * (uint64_t)d->error + 1));
 }
 
-static int64_t times(int64_t x, int64_t permille) { return x / 1000 * permille + x % 1000 * permille / 1000; }
-
 /* Latency and rise go wrong apart, each curve by itself. */
 static sid_curve wrong_curve(const sid_curve *c, int64_t total, sid_knot **room, dice *d) {
     const int64_t latency = factor(d), slope = factor(d);
@@ -63,7 +61,8 @@ static sid_curve wrong_curve(const sid_curve *c, int64_t total, sid_knot **room,
     *room += c->n;
     for (uint32_t i = 0; i < c->n; i++) {
         const int64_t first = c->knots[0].ps, rise = c->knots[i].ps - first;
-        (*room - c->n)[i] = (sid_knot){c->knots[i].bytes, sid_max(0, times(first, latency) + times(rise, slope))};
+        const int64_t ps = sid_permille(first, latency) + sid_permille(rise, slope);
+        (*room - c->n)[i] = (sid_knot){c->knots[i].bytes, sid_max(0, ps)};
     }
     /* A falling curve may now fall too far. */
     return w.n && sid_curve_at(&w, total) < 0 ? *c : w;
@@ -79,7 +78,7 @@ static void scenario(robust *r, const sid_problem *nominal, dice *d) {
     r->p.n = in->n;
     r->p.size = nominal->size;
     r->p.far = nominal->far;
-    for (uint32_t i = 0; i <= in->n; i++) r->p.back[i] = times(nominal->back[i], backward);
+    for (uint32_t i = 0; i <= in->n; i++) r->p.back[i] = sid_permille(nominal->back[i], backward);
     for (uint32_t m = 0; m < in->n_methods; m++) {
         const sid_method *q = &in->methods[m];
         r->methods[m].encode = wrong_curve(&q->encode, nominal->size[in->n], &room, d);
