@@ -409,11 +409,6 @@ def resumed(before: object, settings: Settings, resume: Resume) -> tuple[Control
     controller = Controller(settings, before.given)
     try:
         regime = controller.resume(resume)
-        for f in fields(Report):
-            value, blank = getattr(controller.report, f.name), getattr(Report(), f.name)
-            kind = (dict, Profile, type(None)) if blank is None else (type(blank), int)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise TypeError(f"{f.name} is {value!r}")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         raise CheckpointError(
             f"the state's controller cannot be resumed ({type(e).__name__}: {e}): the checkpoint is "
