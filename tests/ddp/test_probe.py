@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +59,11 @@ def test_all_ranks_get_the_same_curves_of_every_codec(world: int, total: int, dt
     assert all((r.methods, r.contention) == (results[0].methods, results[0].contention) for r in results)
     dense, *others = results[0].methods
     assert (dense.name, dense.exchange, dense.encode) == ("dense", "allreduce", None)
-    assert dense.decode is not None and dense.decode.points[-1][0] == total  # of groups that are no bucket
+    assert dense.decode is not None and dense.decode.knots[-1][0] == total  # of groups that are no bucket
     assert [m.name for m in others] == [c.name for c in EVERY]
     for m in others:
         assert m.exchange == ("allreduce" if CODECS[m.codec].linear else "allgather")
-        assert m.memory == ("none" if CODECS[m.codec].lossless else "residual")
         assert m.encode is not None and m.decode is not None
-        # The largest group, and less than four times the smallest that is worth a measurement.
-        assert m.encode.points[-1][0] == total and m.encode.points[0][0] < 4 * 4096
     for m in results[0].methods:
         assert m.contended is not None
         for curve in (m.encode, m.exchange_curve, m.contended, m.decode):
@@ -76,11 +72,12 @@ def test_all_ranks_get_the_same_curves_of_every_codec(world: int, total: int, dt
     messages: dict[Wire, set[int]] = {}
     for candidate, m in zip(EVERY, others, strict=True):
         wire, whole = wire_of(candidate.plan(total, dtype, None))
-        last = wire_of(candidate.plan(m.exchange_curve.points[-1][0], dtype, None))[1]
-        assert last >= whole
-        messages.setdefault(wire, set()).add(last)
+        if upto := m.exchange_curve.knots[-1][0]:  # else one size was enough
+            last = wire_of(candidate.plan(upto, dtype, None))[1]
+            assert last >= whole
+            messages.setdefault(wire, set()).add(last)
     assert all(max(sizes) - min(sizes) < 128 for sizes in messages.values()), messages
-    assert set(results[0].contention) == {"exchange_permille", "compute_permille"}
+    assert set(results[0].contention) == {"compute_permille"}
 
 
 def by_messages(rank: int, world: int, total: int) -> probe.Measurement:
@@ -98,7 +95,7 @@ def test_exchanges_of_messages_are_measured_like_the_others() -> None:
     assert in_messages[0].name == "topk/none over twoshot" and topk.name == "topk"
     for m in in_messages:
         for curve in (m.encode, m.exchange_curve, m.contended, m.decode):
-            assert curve is not None and curve.points[-1][0] == 2**17, m.name
+            assert curve is not None and curve.knots[-1][0] == 2**17, m.name
             assert curve.at(2**17) > 0, m.name
 
 
@@ -133,7 +130,7 @@ def slow_encode(rank: int, world: int) -> list[int]:
         _core.Plan.encode = slowed  # type: ignore[method-assign]
     topk = measure([probe.Candidate("topk")], 2**14).methods[1]
     assert topk.encode is not None
-    return [point[1] for point in topk.encode.points]
+    return [ps for _, ps in topk.encode.knots[1:]]  # of sizes that were measured
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -207,28 +204,32 @@ RATE = 2 * 2**20  # bytes a second: beside it, no disturbance of this machine ma
 
 
 class SlowExchange(Exchange):
+    largest = 0  # bytes
+
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        time.sleep(tensor.numel() * tensor.element_size() / RATE)
+        nbytes = tensor.numel() * tensor.element_size()
+        self.largest = max(self.largest, nbytes)
+        time.sleep(nbytes / RATE)
         return super().all_reduce(tensor)
 
 
-def slow_network(rank: int, world: int, total: int) -> dict[str, Any]:
+def slow_network(rank: int, world: int, total: int) -> tuple[list[list[int]], int]:
     exchange = SlowExchange(dist.group.WORLD, CPU)
     # Rank 1 would measure for an hour: the clock of rank 0 decides.
     budget = 0.3 if rank == 0 else 3600.0
     dense = probe.measure([], exchange, total, torch.float32, CPU, budget).methods[0]
     exchange.close()
-    return asdict(dense.exchange_curve)
+    return dense.exchange_curve.knots, exchange.largest
 
 
 def test_what_does_not_fit_the_budget_goes_on_by_the_slope() -> None:
     total = 2**23  # four seconds
     one, other = run(slow_network, 2, total)
     assert one == other
-    largest = one["points"][-1][0]
-    assert largest < total and one["knots"][-1][0] == total
+    knots, largest = one
+    assert largest < total == knots[-1][0]
     # No point is faster than the rate. One that a busy machine slowed makes the slope behind it less.
-    assert one["knots"][-1][1] >= 0.4e12 * total / RATE
+    assert knots[-1][1] >= 0.4e12 * total / RATE
 
 
 class Linear(Series):
@@ -345,7 +346,7 @@ def test_an_exchange_beside_a_backward_pass_is_not_measured_beside_an_endless_on
             for i, (name, size) in enumerate([("a", 2**20), ("b", 0)])
         ]
         alone = fit([(2**14, [10 * 2**14]), (2**20, [10 * 2**20])], 2**20)
-        dense = Method("dense", "none", "none", {}, "allreduce", None, alone, None, contended)
+        dense = Method("dense", "none", "allreduce", None, alone, None, contended)
         profile = Profile(
             model="0", world=8, device="cpu", backend="gloo", threads=1, tensors=tensors, forward_ps=0,
             compute_ps=1000 * backward, dense_ps=step, methods=[dense],

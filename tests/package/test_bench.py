@@ -59,7 +59,7 @@ ONE = {"knots": [[0, 10**6]]}
 FOUND: dict[str, Any] = {
     "methods": [
         {
-            "name": name, "codec": codec, "memory": "none", "parameters": {}, "exchange": "allreduce",
+            "name": name, "codec": codec, "exchange": "allreduce",
             "encode": encode, "exchange_curve": {"knots": [[0, 10**8], [10**6, 10**9]]}, "decode": encode,
             "contended": {"knots": [[0, 10**8], [10**6, 2 * 10**9]]},
         }
@@ -68,7 +68,7 @@ FOUND: dict[str, Any] = {
             ("fp16", "fp16", {"knots": [[0, 10**6], [10**6, 10**8]]}),
         )
     ],
-    "contention": {"exchange_permille": 2000, "compute_permille": 1250},
+    "contention": {"compute_permille": 1250},
     "threads": 1,
     "measured_s": 0.5,
     "parts": [],

@@ -84,7 +84,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     methods.append({"name": "topk", "encode": line, "exchange": [[0, 10**6]], "decode": None})
     instance = {"forward_ps": 10**6, "tensors": tensors, "methods": methods}
     (tmp_path / "instance.json").write_text(json.dumps(instance))
-    costs = {"codec": "none", "memory": "none", "parameters": {}, "exchange": "allreduce"}
+    costs = {"codec": "none", "exchange": "allreduce"}
     dense = {**costs, "name": "dense", "encode": None, "exchange_curve": {"knots": line}, "decode": None}
     measured = {"methods": [dense], "contention": {}, "threads": 1, "measured_s": 1.0}
     for name in ("saved.json", "link.json"):

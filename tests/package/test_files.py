@@ -170,7 +170,7 @@ def test_a_rank_s_file_is_checked_before_it_is_compared(saved: object, tmp_path:
 
 
 def save_profile(path: Path) -> None:
-    dense = Method("dense", "none", "none", {}, "allreduce", None, Curve([[0, 1], [8, 9]]), None)
+    dense = Method("dense", "none", "allreduce", None, Curve([[0, 1], [8, 9]]), None)
     tensors = [{"name": "a", "bytes": 8, "bucket": 0, "ready_ps": 3, "kind": "float32 cpu"}]
     times = {
         "forward_ps": 1,
@@ -193,7 +193,7 @@ def draw_bench(path: Path) -> None:
     pytest.importorskip("matplotlib")
     from sidcomp.cli import bench
 
-    dense = Method("dense", "none", "none", {}, "allreduce", None, Curve([[0, 1], [8, 9]]), None)
+    dense = Method("dense", "none", "allreduce", None, Curve([[0, 1], [8, 9]]), None)
     bench.draw([dense], [1 << 20], 2, path)
 
 

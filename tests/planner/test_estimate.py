@@ -526,7 +526,7 @@ def test_a_measured_link_is_that_of_the_ring(world: int, tmp_path: Path) -> None
     """What `sidcomp bench` saves: the costs of an all-reduce over 2 Gbit/s, with 80 us a round."""
     rounds = 2 * (world - 1)
     knots = [[n, round(rounds * (80e6 + n / world * 8 / 2e9 * 1e12))] for n in (0, 2**16, 2**24)]
-    dense = {"name": "dense", "codec": "none", "memory": "none", "parameters": {}, "exchange": "allreduce"}
+    dense = {"name": "dense", "codec": "none", "exchange": "allreduce"}
     dense |= {"encode": None, "exchange_curve": {"knots": knots}, "decode": None}
     found = {"methods": [dense], "contention": {}, "threads": 1, "measured_s": 1.0}
     path = tmp_path / "profile.json"

@@ -27,7 +27,7 @@ def saved(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("algorithm", ["ldp", "dense"])
 def test_the_plan_explains_the_measured_step(algorithm: str, tmp_path: Path) -> None:
     """It reckons with exchanges that computation slows down and that slow down computation."""
-    contention = {"exchange_permille": 1500, "compute_permille": 1200, "slowdown_permille": 100}
+    contention = {"compute_permille": 1200, "slowdown_permille": 100}
     path = saved(tmp_path, contention=contention, dense_ps=66 * 10**9)
     found = json.loads(run("--profile", path, "--algorithm", algorithm, "--json").stdout)
     profile = Profile.load(path)
@@ -55,7 +55,7 @@ def test_groupings_are_compared_by_the_method_that_suits_them(turned: bool, tmp_
     order of the others decides nothing."""
     dense, topk = make_profile().methods
     dense = replace(dense, decode=line(10**6, 40))
-    slow = replace(topk, name="int8", codec="int8", parameters={}, exchange_curve=line(MS, 4000))
+    slow = replace(topk, name="int8", codec="int8", exchange_curve=line(MS, 4000))
     path = saved(tmp_path, methods=[dense, topk, slow] if turned else [dense, slow, topk])
     rows = {r["algorithm"]: r for r in json.loads(run("--profile", path, "--all", "--json").stdout)}
     assert all("refused" not in row for row in rows.values())

@@ -21,7 +21,7 @@ from sidcomp.cli import plan as plan_view
 from sidcomp.errors import ArgumentError
 from sidcomp.planner import fusion, plan_plot
 from sidcomp.planner.cost_curve import Curve, fit
-from sidcomp.planner.profile import Method, Profile, model_digest
+from sidcomp.planner.profile import MOST_CORRECTION, Method, Profile, model_digest
 
 KB, MB, MS = 2**10, 2**20, 10**9
 
@@ -32,8 +32,6 @@ def test_a_line_is_found_again() -> None:
     sizes = [KB * 4**i for i in range(8)]
     curve = fit([(x, [300_000 + 8 * x] * 5) for x in sizes], 2 * sizes[-1])
     assert curve.knots == [[0, 300_000_000], [2 * sizes[-1], 300_000_000 + 16_000 * sizes[-1]]]
-    assert curve.error == 0 and curve.spread == 0
-    assert curve.points[0] == [KB, *[308_192_000] * 3, 5]
     assert curve.at(12_345) == 300_000_000 + 8_000 * 12_345
     assert curve.at(4 * sizes[-1]) == 300_000_000 + 32_000 * sizes[-1]  # the last slope goes on
 
@@ -41,14 +39,12 @@ def test_a_line_is_found_again() -> None:
 def test_a_bend_keeps_its_knot() -> None:
     curve = fit([(x, [max(1000, x // 16)]) for x in (4 * KB, 16 * KB, 64 * KB, 256 * KB)], 256 * KB)
     assert [x for x, _ in curve.knots] == [0, 16 * KB, 256 * KB]
-    assert curve.spread is None  # single repeats say nothing about it
 
 
 def test_one_disturbed_point_lifts_nothing() -> None:
     points = [(KB, [9000, 9000]), (4 * KB, [310] * 15), (16 * KB, [320] * 15), (64 * KB, [340] * 15)]
     curve = fit(points, 64 * KB)
     assert curve.at(KB) <= 320_000 and curve.at(64 * KB) == 340_000
-    assert curve.points[0][1] == 9_000_000  # still told
 
 
 def test_beyond_the_last_point_noise_does_not_flatten() -> None:
@@ -71,7 +67,6 @@ def test_a_single_point_is_a_constant() -> None:
 )
 def test_every_fit_is_a_table_that_planners_take(points: list[tuple[int, list[int]]], upto: int) -> None:
     curve = fit(sorted(dict(points).items()), upto)
-    assert Curve(curve.knots) == replace(curve, points=[], error=0.0, spread=None)  # checks the knots
     at = [curve.at(x) for x in sorted({0, 1, upto, 10**9, *(x for x, _ in curve.knots)})]
     assert at == sorted(at)
     instance = {
@@ -94,21 +89,17 @@ def test_bad_knots_are_refused(knots: Any) -> None:
 # ---- a profile ---------------------------------------------------------------------------------------------
 
 
-def line(latency: int, per_byte: int, **more: Any) -> Curve:
-    return Curve([[0, latency], [8 * MB, latency + 8 * MB * per_byte]], **more)
+def line(latency: int, per_byte: int) -> Curve:
+    return Curve([[0, latency], [8 * MB, latency + 8 * MB * per_byte]])
 
 
 def make_profile(**changes: Any) -> Profile:
     methods = [
+        Method("dense", "none", "allreduce", None, line(MS // 4, 8000), None, line(MS, 8000)),
         Method(
-            "dense", "none", "none", {}, "allreduce", None, line(MS // 4, 8000), None, line(MS, 8000)
+            "topk density=0.01", "topk", "allgather", line(10**7, 90), line(MS // 3, 160), line(10**7, 30)
         ),
-        Method(
-            "topk density=0.01", "topk", "residual", {"density": 0.01}, "allgather",
-            line(10**7, 90, points=[[KB, 5, 4, 6, 3]], error=0.01, spread=0.02),
-            line(MS // 3, 160), line(10**7, 30),
-        ),
-    ]  # fmt: skip
+    ]
     tensors = [
         {"name": "a", "bytes": 4 * KB, "bucket": 0, "ready_ps": 12 * MS, "kind": "float32 cpu"},
         {"name": "b", "bytes": 4 * MB, "bucket": 0, "ready_ps": 14 * MS, "kind": "float32 cpu"},
@@ -119,8 +110,7 @@ def make_profile(**changes: Any) -> Profile:
     arguments: dict[str, Any] = {
         "model": "0123456789abcdef", "world": 2, "device": "cpu", "backend": "gloo", "threads": 1,
         "tensors": tensors, "forward_ps": 10 * MS, "compute_ps": 21 * MS, "dense_ps": 60 * MS,
-        "methods": methods, "contention": {"exchange_permille": 1500, "compute_permille": 1200},
-        "measured_s": 1.5,
+        "methods": methods, "contention": {"compute_permille": 1200}, "measured_s": 1.5,
     }  # fmt: skip
     return Profile(**{**arguments, **changes})
 
@@ -228,9 +218,11 @@ def use(profile: Profile, path: Path) -> None:
     profile.stale(**PRESENT, dense_ps=MS)
     profile.save(path)
     assert Profile.load(path) == profile
-    slow = {m.name: {"encode": 16_000, "exchange": 16_000, "decode": 62} for m in profile.methods}
-    for buckets, rates in ((True, None), (False, slow)):
-        made = profile.instance(buckets, rates=rates, copied=buckets)
+    for buckets, factor in ((True, 1), (False, MOST_CORRECTION)):
+        made = profile.instance(buckets, copied=buckets)
+        for method in made["methods"]:
+            for of in ("encode", "exchange"):
+                method[of] = method[of] and [[x, factor * y] for x, y in method[of]]
         found = sidcomp.planner.plan(made, "pg")
         assert sidcomp.planner.evaluate(made, found)["time_ps"] == found["time_ps"]
     assert profile.plain_ps() >= 0
@@ -255,7 +247,7 @@ def test_a_profile_with_anything_changed_is_refused_or_works(one_in: int, tmp_pa
         except Exception as e:
             raise AssertionError(f"{place} as {value!r} is accepted, but: {type(e).__name__}: {e}") from e
         accepted += 1
-    assert refused > 2500 / one_in and accepted > 150 / one_in
+    assert refused > 2000 / one_in and accepted > 150 / one_in
 
 
 @SHARES
@@ -405,17 +397,10 @@ def test_methods_are_chosen_by_name() -> None:
     assert [m["name"] for m in profile.instance(methods=names)["methods"]] == names
     with pytest.raises(ArgumentError, match="no method 'fp16' in the profile; it has: dense, topk"):
         profile.instance(methods=["fp16"])
-    with pytest.raises(ArgumentError, match="no method 'fp16'"):
-        profile.instance(rates={"fp16": {"encode": 1100}})
 
 
-def test_rates_move_the_tables() -> None:
-    profile = make_profile()
-    assert profile.instance()["methods"][0]["exchange"] == profile.methods[0].exchange_curve.knots
-    topk = profile.instance(rates={"topk density=0.01": {"exchange": 500}})["methods"][1]
-    assert topk["exchange"][0] == [0, MS // 3 // 2]
-    assert topk["encode"][0] == [0, 10**7]
-    assert topk["delay"] is None  # never measured beside computing: as alone
+def test_what_was_not_measured_beside_computing_takes_as_long_as_alone() -> None:
+    assert make_profile().instance()["methods"][1]["delay"] is None
 
 
 def test_dense_groups_are_copied_where_they_are_no_buckets() -> None:

@@ -83,11 +83,11 @@ def profile() -> Profile:
         for i, n in enumerate("abc")
     ]
     methods = [
-        Method("dense", "none", "none", {}, "allreduce", None, curve, None),
-        Method("topk", "topk", "residual", {"density": 0.01}, "allgather", curve, curve, curve, curve),
+        Method("dense", "none", "allreduce", None, curve, None),
+        Method("topk", "topk", "allgather", curve, curve, curve, curve),
     ]
     times = {"forward_ps": 10**9, "compute_ps": 3 * 10**9, "dense_ps": 4 * 10**9}
-    contention = {"exchange_permille": 1500, "compute_permille": 1100, "slowdown_permille": 20}
+    contention = {"compute_permille": 1100, "slowdown_permille": 20}
     return Profile("m", 2, "cpu", "gloo", 1, tensors, **times, methods=methods, contention=contention)
 
 

@@ -21,7 +21,7 @@ from sidcomp.config.kinds import from_environment
 from sidcomp.config.settings import FEWER, Settings
 from sidcomp.errors import ParameterError, SetupError
 from sidcomp.planner.fusion import evaluate
-from sidcomp.planner.profile import MOST_SLOWDOWN, Profile, model_digest, slowdown_permille
+from sidcomp.planner.profile import MOST_CORRECTION, MOST_SLOWDOWN, Profile, model_digest, slowdown_permille
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.communicator import Exchange
@@ -418,8 +418,8 @@ Run = tuple[dict[str, Any], Sequence[int]]
 def refit(model: Model, runs: Sequence[Run], best: Mapping[str, Any], measured_ps: int) -> Model:
     """Scales the costs of a model so that it explains the plans that ran, and the time of the best.
 
-    One factor (between 1/16 and 16) scales each of encode, exchange and decode of a method, another the
-    backward pass. The rest of the difference counts as time outside the model.
+    One factor (at most MOST_CORRECTION, or its inverse) scales each of encode, exchange and decode of a
+    method, another the backward pass. The rest of the difference counts as time outside the model.
     """
     again = {**model, **_rescaled(model, [(found, took) for found, took in runs if took])}
     off = measured_ps - evaluate(again, best)["time_ps"]
@@ -440,7 +440,8 @@ def _rescaled(model: Model, runs: Sequence[Run]) -> dict[str, Any]:
                 if of == m and method[kind]
             ]
             if said := sum(ps for ps, _ in pairs):
-                factor = min(16.0, max(1 / 16, _PS * sum(ns for _, ns in pairs) / said))
+                factor = _PS * sum(ns for _, ns in pairs) / said
+                factor = min(MOST_CORRECTION, max(1 / MOST_CORRECTION, factor))
                 scaled[kind] = [[x, round(y * factor)] for x, y in method[kind]]
         methods.append(scaled)
     backward = median([took[-1] for _, _, took in seen] or [0])

@@ -291,9 +291,8 @@ def _methods(task: _Task, points: dict[_Key, _Points], level: Level) -> list[Met
     # A group that is not a DDP bucket is copied out of its buckets and back. The copy out also divides by the
     # number of ranks, as for a bucket: it is measured with the exchange.
     back, beside = curve(points["copy", ""]), curve(contended) if contended else None
-    found = [Method("dense", "none", "none", {}, "allreduce", None, curve(isolated), back, beside)]
+    found = [Method("dense", "none", "allreduce", None, curve(isolated), back, beside)]
     for c in task.candidates:
-        codec, memory, parameters = c.resolved
         if c.choice is None:
             wire, _ = wire_of(task.plans[c.name])
             isolated, contended = (_by_gradient(task, c, some) for some in exchanged(wire))
@@ -303,9 +302,7 @@ def _methods(task: _Task, points: dict[_Key, _Points], level: Level) -> list[Met
             over = c.choice.exchange.name
         encode, decode = curve(points["encode", c.name]), curve(points["decode", c.name])
         beside = curve(contended) if contended else None
-        found.append(
-            Method(c.name, codec.name, memory.name, parameters, over, encode, curve(isolated), decode, beside)
-        )
+        found.append(Method(c.name, c.codec, over, encode, curve(isolated), decode, beside))
     return found
 
 
@@ -320,12 +317,7 @@ def _by_gradient(task: _Task, candidate: Candidate, points: _Points) -> _Points:
 
 
 def _contention(dense: Wire, points: dict[_Key, _Points], level: Level) -> dict[str, int]:
-    overlapped = points.get(("contended", dense))
-    if not overlapped:
+    if not points.get(("contended", dense)):
         return {}
-    nbytes, times = overlapped[-1]
-    alone, product = dict(points["exchange", dense])[nbytes], points["product", ""][0][1]
-    return {
-        "exchange_permille": int(1000 * level(times) / level(alone)),
-        "compute_permille": int(1000 * level(points["product", dense][-1][1]) / level(product)),
-    }
+    (_, product), (_, beside) = points["product", ""][0], points["product", dense][-1]
+    return {"compute_permille": int(1000 * level(beside) / level(product))}

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -24,17 +24,9 @@ class Curve:
     """Time in ps as a function of bytes, linear between [bytes, ps] knots that start at 0 bytes.
 
     Beyond the last knot the last slope continues. Raises ArgumentError if the knots are not in order.
-
-    points  the measured points: [bytes, median, lower quartile, upper quartile (ps), repeats]
-    error   distance of the curve from a point's level, as a fraction of it: the median over the points
-    spread  quartile distance of a point over its median: the median over the points with three or more
-            repeats, or None
     """
 
     knots: Knots
-    points: list[list[int]] = field(default_factory=list)
-    error: float = 0.0
-    spread: float | None = None
 
     def __post_init__(self) -> None:
         k = self.knots
@@ -73,12 +65,8 @@ def fit(points: Sequence[tuple[int, Sequence[int]]], upto: int, level: Level = m
     at least one repeat. The curve never falls, and continues to `upto` bytes at least as steeply as before.
     level: which of its repeats a point stands for.
     """
-    rows = []
-    for x, ns in points:
-        low, _, high = quantiles(ns, n=4, method="inclusive") if len(ns) > 1 else (ns[0],) * 3
-        rows.append([x, *(int(_PS * t) for t in (median(ns), low, high)), len(ns)])
     levels = _isotonic([[_PS * t for t in ns] for _, ns in points], level)
-    knots = [[row[0], y] for row, y in zip(rows, levels, strict=True)]
+    knots = [[x, y] for (x, _), y in zip(points, levels, strict=True)]
     if len(knots) == 1:
         knots = [[0, levels[0]]]
     else:
@@ -88,10 +76,7 @@ def fit(points: Sequence[tuple[int, Sequence[int]]], upto: int, level: Level = m
         if upto > xb:  # the slope of the whole, too: noise may have made the last piece flat
             slope = max((yb - ya) / (xb - xa), (yb - y1) / (xb - x1))
             knots.append([upto, yb + int(slope * (upto - xb))])
-    knots = _thin(knots)
-    errors = [abs(_at(knots, x) - _PS * level(ns)) / max(_PS * level(ns), 1) for x, ns in points]
-    spreads = [(r[3] - r[2]) / max(r[1], 1) for r in rows if r[4] >= 3]
-    return Curve(knots, rows, median(errors), median(spreads) if spreads else None)
+    return Curve(_thin(knots))
 
 
 def _at(knots: Knots, nbytes: int) -> int:

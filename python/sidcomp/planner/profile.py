@@ -23,7 +23,7 @@ _OPTIONAL = {"contention", "measured_s"}
 _TENSOR = {"name", "bytes", "bucket", "ready_ps", "kind"}
 _STAGES = ("encode", "exchange_curve", "decode", "contended")
 MOST_SLOWDOWN = 800  # per mille
-_CORRECTION = 16_000  # per mille: the largest correction of a cost by later observations
+MOST_CORRECTION = 16  # times: the largest correction of a cost by what is observed later
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,6 @@ class Method:
 
     name: str
     codec: str
-    memory: str
-    parameters: dict[str, Any]
     exchange: str  # a name in sidcomp.exchanges()
     encode: Curve | None
     exchange_curve: Curve
@@ -56,8 +54,8 @@ class Profile:
     compute_ps  an iteration without communication: forward and backward
     dense_ps    an iteration of plain DDP, the mean over the ranks
     methods     the candidates, dense first
-    contention  overlapped time in per mille of isolated time, of an exchange ("exchange_permille") and of
-                computation ("compute_permille"); speed that an exchange takes ("slowdown_permille")
+    contention  overlapped time in per mille of isolated time, of computation ("compute_permille");
+                speed that an exchange takes ("slowdown_permille")
     measured_s  how long measuring took, in seconds
     model       a digest of the parameters' names, shapes and dtypes. A profile applies only to the same
                 model, world size, device type, backend, number of threads of the rank that has most, and
@@ -148,12 +146,14 @@ class Profile:
         _unlike("methods", [m.name for m in self.methods])
         if self.methods[0].encode is not None:
             raise ArgumentError("methods[0] has an encode: the first method must be dense, which has none")
-        # The planners decide: they must accept every instance that is made from the profile.
-        slowest = {m.name: dict.fromkeys(("encode", "exchange", "decode"), _CORRECTION) for m in self.methods}
+        # The planners decide: they must accept every instance that is made from the profile, and corrected.
         for buckets in (True, False):
-            made = self.instance(buckets, rates=slowest)
-            for method in range(len(self.methods)):
-                fusion.evaluate(made, {"ends": [len(self.tensors)], "methods": [method]})
+            made = self.instance(buckets)
+            for method in made["methods"]:
+                for of in ("encode", "exchange", "decode"):
+                    method[of] = method[of] and [[x, MOST_CORRECTION * y] for x, y in method[of]]
+            for i in range(len(self.methods)):
+                fusion.evaluate(made, {"ends": [len(self.tensors)], "methods": [i]})
 
     # ---- against the present
 
@@ -180,7 +180,6 @@ class Profile:
         self,
         buckets: bool = True,
         methods: Sequence[str] | None = None,
-        rates: Mapping[str, Mapping[str, int]] | None = None,
         copied: bool = True,
     ) -> dict[str, Any]:
         """Makes an instance for `sidcomp.planner.plan`. No group mixes two kinds of tensors. Raises
@@ -188,14 +187,12 @@ class Profile:
 
         buckets     True: a tensor is ready when its bucket is; False: when it is ready itself (after rewrap)
         methods     the names of the candidates to choose from, in the order that the instance has; None: all
-        rates       {method: {"encode" | "exchange" | "decode": per mille}}: corrections of the times, from
-                    later observations
         copied      True: dense groups include the copy back, which all but DDP's own buckets need: their
                     decode; False: dense has no decode
         """
-        known = [m.name for m in self.methods]
-        chosen, rates = known if methods is None else list(methods), rates or {}
-        for name in (*chosen, *rates):
+        known = {m.name: m for m in self.methods}
+        chosen = list(known if methods is None else methods)
+        for name in chosen:
             if name not in known:
                 raise ArgumentError(f"no method {name!r} in the profile; it has: {', '.join(known)}")
         last: dict[int, int] = {}
@@ -207,8 +204,7 @@ class Profile:
             ready = max(now, last[t["bucket"] if buckets else i])
             tensors.append({"name": t["name"], "backward_ps": ready - now, "bytes": t["bytes"]})
             now = ready
-        of_name = {m.name: _costs(m, rates.get(m.name, {})) for m in self.methods}
-        costs = [of_name[name] for name in chosen]
+        costs = [_costs(known[name]) for name in chosen]
         if not copied:
             costs = [{**c, "decode": None} if c["encode"] is None else c for c in costs]
         kinds = [t["kind"] for t in self.tensors]
@@ -245,11 +241,10 @@ def model_digest(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _costs(m: Method, rates: Mapping[str, int]) -> dict[str, Any]:
-    encode, decode = (curve and curve.knots for curve in (m.encode, m.decode))
-    tables = {"encode": encode, "exchange": m.exchange_curve.knots, "decode": decode}
-    scaled = {k: t and [[x, y * rates.get(k, 1000) // 1000] for x, y in t] for k, t in tables.items()}
-    return {"name": m.name, **scaled, "delay": _delay(m)}
+def _costs(m: Method) -> dict[str, Any]:
+    curves = {"encode": m.encode, "exchange": m.exchange_curve, "decode": m.decode}
+    tables = {of: curve and [list(knot) for knot in curve.knots] for of, curve in curves.items()}
+    return {"name": m.name, **tables, "delay": _delay(m)}
 
 
 def _delay(m: Method) -> list[list[int]] | None:
@@ -266,19 +261,8 @@ def _delay(m: Method) -> list[list[int]] | None:
 def parse_method(data: Any, where: str = "the method") -> Method:
     """A method from plain types, with every field checked."""
     fusion._fields(where, data, {f.name for f in fields(Method)} - {"contended"}, {"contended"})
-    for name in ("name", "codec", "memory", "exchange"):
+    for name in ("name", "codec", "exchange"):
         fusion._string(f"{where}.{name}", data[name])
-    parameters = data["parameters"]
-    if not isinstance(parameters, Mapping):
-        raise ArgumentError(f"{where}.parameters must be a dictionary, not {files.shown(parameters)}")
-    for name, value in parameters.items():
-        fusion._string(f"a name of {where}.parameters", name)
-        if isinstance(value, str):
-            fusion._string(f"{where}.parameters[{name!r}]", value)
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ArgumentError(
-                f"{where}.parameters[{name!r}] must be a number or a string, not {files.shown(value)}"
-            )
     curves = {s: _curve(f"{where}.{s}", data.get(s), s == "exchange_curve") for s in _STAGES}
     return Method(**{**data, **curves})
 
@@ -286,23 +270,18 @@ def parse_method(data: Any, where: str = "the method") -> Method:
 def _curve(where: str, data: Any, needed: bool) -> Curve | None:
     if data is None and not needed:
         return None
-    fusion._fields(where, data, {"knots"}, {f.name for f in fields(Curve)})
+    fusion._fields(where, data, {"knots"})
     for i, knot in enumerate(fusion._list(f"{where}.knots", data["knots"])):
-        _row(f"{where}.knots[{i}]", knot, 2)
-    for i, point in enumerate(fusion._list(f"{where}.points", data.get("points", []))):
-        _row(f"{where}.points[{i}]", point, 5)
-    _finite(f"{where}.error", data.get("error", 0.0))
-    if data.get("spread") is not None:
-        _finite(f"{where}.spread", data["spread"])
+        _row(f"{where}.knots[{i}]", knot)
     try:
         return Curve(**data)
     except ArgumentError as e:
         raise ArgumentError(f"{where}: {e}") from None
 
 
-def _row(where: str, row: Any, n: int) -> None:
-    if len(fusion._list(where, row)) != n:
-        raise ArgumentError(f"{where} must be {n} numbers, not {files.shown(row)}")
+def _row(where: str, row: Any) -> None:
+    if len(fusion._list(where, row)) != 2:
+        raise ArgumentError(f"{where} must be 2 numbers, not {files.shown(row)}")
     for number in row:
         fusion._within(where, number, 0, _MOST)
 
