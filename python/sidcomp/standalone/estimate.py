@@ -367,11 +367,11 @@ class _Costs:
         return replace(self._way(label, UPDATES, took, steps), loss=loss, call=call)
 
     def planned(self, among: _Sent, optimizer: str) -> Auto:
-        """Returns the fastest plan from plain DDP and some ways. Each way counts its bytes in proportion to
-        the part of the gradient that it carries."""
+        """Returns the fastest plan of some ways and of no compression that State("auto") may run. Each way
+        counts its bytes in proportion to the part of the gradient that it carries."""
         names = {DENSE, *among}
         chosen = [{**i, "methods": [m for m in i["methods"] if m["name"] in names]} for i in self.instances]
-        plan = fusion.plan(chosen[0], "ldp", work_limit=_WORK_LIMIT)
+        plan = _adopted(chosen[0])
         took = [self.bucket_ms + fusion.evaluate(instance, plan)["time_ps"] / 1e9 for instance in chosen]
         total = sum(t["bytes"] for t in chosen[0]["tensors"])
         carried: dict[str, int] = {}
@@ -409,6 +409,17 @@ def _call(model: str, spec: CodecSpec, every: int = 1) -> str:
     words = [f'"{codec}"', *(f"{k}={json.dumps(v)}" for k, v in parameters.items())]
     words += [f"every={every}"] if every > 1 else []
     return f"sidcomp.compress({model}, optimizer, {', '.join(words)})"
+
+
+def _adopted(instance: Mapping[str, Any]) -> dict[str, Any]:
+    """The fastest plan of those that State("auto") may run: plain DDP has DDP's buckets, so that groups of
+    another size must compress something."""
+    plain = fusion.plan(instance, "bucket", method=DENSE, bytes=BUCKET)
+    best = fusion.plan(instance, "ldp", work_limit=_WORK_LIMIT)
+    if not any(best["methods"]) and instance["methods"][1:]:
+        best = fusion.plan({**instance, "methods": instance["methods"][1:]}, "ldp", work_limit=_WORK_LIMIT)
+        best = fusion.evaluate(instance, {**best, "methods": [m + 1 for m in best["methods"]]})
+    return best if any(best["methods"]) and best["time_ps"] < plain["time_ps"] else plain
 
 
 def _over_buckets(instance: Mapping[str, Any], label: str) -> float:
