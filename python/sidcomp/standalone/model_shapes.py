@@ -20,6 +20,7 @@ WRITE = (
     'open("parameters.json", "w"))'
 )
 _MOST = 2**40  # elements of a model
+_MOST_LAYERS = 2**16
 _ZOOS = ("torchvision", "timm")
 
 
@@ -122,7 +123,7 @@ class _Config:
     def __init__(self, data: Mapping[str, Any], name: str) -> None:
         self.data, self.name = data, name
 
-    def size(self, field: str, default: int | None = None) -> int:
+    def size(self, field: str, default: int | None = None, most: int = 2**32) -> int:
         value = self.data.get(field)
         if value is None:
             value = default
@@ -130,13 +131,25 @@ class _Config:
             raise ArgumentError(
                 f"{self.name} lacks {field!r}, which model_type {self.data['model_type']!r} needs"
             )
-        return fusion._within(f"{self.name}: {field}", value, 1, 2**32)
+        return fusion._within(f"{self.name}: {field}", value, 1, most)
+
+    def layers(self, field: str) -> range:
+        return range(self.size(field, most=_MOST_LAYERS))
 
     def flag(self, field: str, default: bool) -> bool:
         value = self.data.get(field, default)
         if not isinstance(value, bool):
             raise ArgumentError(f"{self.name}: {field} must be true or false, not {value!r}")
         return value
+
+    def refuse(self, field: str, usual: Any) -> None:
+        """Refuses any other value, for which the model has parameters that are not counted here."""
+        value = self.data.get(field)
+        if value not in (None, usual):
+            raise ArgumentError(
+                f"{self.name}: {field} is {value!r}, whose parameters are not known here, only those of "
+                f"{usual!r}: give the parameters in place of the configuration; this writes them: {WRITE}"
+            )
 
 
 def _weight(name: str, *shape: int) -> Parameter:
@@ -170,7 +183,7 @@ def _decoder(c: _Config, *, bias: bool, normed: bool, names: str = "model.") -> 
     values, inner = c.size("num_key_value_heads", heads) * head, c.size("intermediate_size")
     out, mlp = c.flag("attention_bias", False), c.flag("mlp_bias", False)
     yield _embedding(f"{names}embed_tokens", vocabulary, width)
-    for i in range(c.size("num_hidden_layers")):
+    for i in c.layers("num_hidden_layers"):
         layer = f"{names}layers.{i}."
         yield from _linear(f"{layer}self_attn.q_proj", width, heads * head, bias or out)
         yield from _linear(f"{layer}self_attn.k_proj", width, values, bias or out)
@@ -194,9 +207,10 @@ def _decoder(c: _Config, *, bias: bool, normed: bool, names: str = "model.") -> 
 def _gpt2(c: _Config) -> Iterator[Parameter]:
     width, vocabulary = c.size("n_embd"), c.size("vocab_size")
     inner = c.size("n_inner", 4 * width)
+    c.refuse("add_cross_attention", False)
     yield _embedding("transformer.wte", vocabulary, width)
     yield _embedding("transformer.wpe", c.size("n_positions"), width)
-    for i in range(c.size("n_layer")):
+    for i in c.layers("n_layer"):
         layer = f"transformer.h.{i}."
         yield from _biased(f"{layer}ln_1", width)
         yield from _biased(f"{layer}attn.c_attn", width, 3 * width)
@@ -213,11 +227,13 @@ def _gpt2(c: _Config) -> Iterator[Parameter]:
 
 def _bert(c: _Config) -> Iterator[Parameter]:
     width, inner = c.size("hidden_size"), c.size("intermediate_size")
+    c.refuse("add_cross_attention", False)
+    c.refuse("position_embedding_type", "absolute")
     yield _embedding("embeddings.word_embeddings", c.size("vocab_size"), width)
     yield _embedding("embeddings.position_embeddings", c.size("max_position_embeddings"), width)
     yield _embedding("embeddings.token_type_embeddings", c.size("type_vocab_size"), width)
     yield from _biased("embeddings.LayerNorm", width)
-    for i in range(c.size("num_hidden_layers")):
+    for i in c.layers("num_hidden_layers"):
         layer = f"encoder.layer.{i}."
         for part in ("query", "key", "value"):
             yield from _linear(f"{layer}attention.self.{part}", width, width)
