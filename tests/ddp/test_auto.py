@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -168,6 +169,7 @@ def check(report: dict[str, Any]) -> None:
     assert report["stage"] == "settled"
     assert report["same"], "the replicas differ"
     assert report["why"] in report["explain"]
+    assert not re.search(r"\b1 (groups|plans)\b", report["explain"])
 
 
 # ---- what it decides

@@ -16,7 +16,7 @@ from sidcomp.autotune import measurement
 from sidcomp.autotune.collective_benchmark import collective
 from sidcomp.autotune.journal import Entry, Journal
 from sidcomp.autotune.outcome import COMPARING, Report, Watch
-from sidcomp.config.grouping import Regime
+from sidcomp.config.grouping import Regime, counted
 from sidcomp.config.settings import PLAIN, Settings
 from sidcomp.runtime.engine import Engine
 
@@ -131,7 +131,7 @@ class Iterations:
         if regime == PLAIN:
             return f"{self._p.plain if self._p is not None else 'plain DDP'}'s dense exchange"
         n = len(regime.rule) if isinstance(regime.rule, list) else 0
-        return f"a plan of {n} groups" if n else "a group for each bucket"
+        return f"a plan of {counted(n)}" if n else "a group for each bucket"
 
     # ---- iterations ----------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from sidcomp import files
 from sidcomp.autotune import measurement
 from sidcomp.autotune.controller import Controller
 from sidcomp.autotune.outcome import SETTLED
-from sidcomp.config.grouping import DENSE, shorten
+from sidcomp.config.grouping import DENSE, counted, shorten
 from sidcomp.errors import SetupError
 from sidcomp.runtime import announcement
 from sidcomp.runtime.engine import Engine
@@ -79,7 +79,7 @@ def _measured(g: "Group") -> dict[str, int] | None:
 def explain(p: Engine) -> str:
     """See State.explain."""
     if p.closed:
-        steps = f"{p.current.begun} {'exchanges' if p.updates else 'steps'}"
+        steps = counted(p.current.begun, "exchange" if p.updates else "step")
         why = f". {p.tuner.report.why}" if isinstance(p.tuner, Controller) and p.tuner.report.why else ""
         return f"sidcomp: closed after {steps}{why}"
     if not isinstance(p.tuner, Controller):
@@ -88,7 +88,7 @@ def explain(p: Engine) -> str:
     if not p.tuner.found:
         return "\n".join([f"sidcomp is still {r['stage']}", *("  " + line for line in r["log"])])
     dense = all(g["way"] == "dense" for g in r["groups"])
-    name = f"{p.plain}'s dense exchange" if dense else f"{len(r['groups'])} groups"
+    name = f"{p.plain}'s dense exchange" if dense else counted(len(r["groups"]))
     name += f" ({r['stage']})" * (r["stage"] != SETTLED)
     lines = [f"sidcomp: {name}. {r['why']}", ""]
 
@@ -121,7 +121,7 @@ def explain(p: Engine) -> str:
     if r["competed"]:
         lines += ["", "  plans that were measured in turns:"]
     for one in r["competed"]:
-        groups = f"{one['groups']} group{'s' * (one['groups'] > 1)}, {', '.join(one['ways'])}"
+        groups = f"{counted(one['groups'])}, {', '.join(one['ways'])}"
         times = f"predicted {one['predicted_ps'] * 1e-9:.1f}, measured {one['measured_ps'] * 1e-9:.1f} ms"
         lines.append(f"    {groups}: {times} in {one['steps']} steps{' (chosen)' * one['chosen']}")
     if r["groups"]:

@@ -10,7 +10,7 @@ from sidcomp.autotune.iterations import Iteration, Order, Script
 from sidcomp.autotune.journal import Entry
 from sidcomp.autotune.profiling import ALIKE, FAR, LONG
 from sidcomp.config.accuracy import EXACT
-from sidcomp.config.grouping import Regime
+from sidcomp.config.grouping import Regime, counted
 from sidcomp.config.settings import PLAIN, Settings
 from sidcomp.planner import mergecomp
 from sidcomp.planner.fusion import evaluate, plan, plan_hash
@@ -77,7 +77,8 @@ class Search(Contest):
             return self.base, "no plan was predicted to be faster"
         r.stage = "verifying"
         self._say(
-            f"measuring {len(entrants)} plans of {', '.join(str(len(p['ends'])) for p in entrants)} groups, "
+            f"measuring {counted(len(entrants), 'plan')}, of "
+            f"{', '.join(counted(len(p['ends'])) for p in entrants)}, "
             f"predicted {entrants[0]['time_ps'] * 1e-9:.1f} to "
             f"{entrants[-1]['time_ps'] * 1e-9:.1f} ms a step",
             stage=True,
@@ -86,10 +87,10 @@ class Search(Contest):
         regime, to_beat = self._regime(found), self._baseline_of(model)
         if self._is_base(found):
             r.baseline_ps = took_ps
-            return self.base, f"{self._called(self.base)} was the fastest of {len(r.competed)} plans"
+            return self.base, f"{self._called(self.base)} was the fastest of {counted(len(r.competed), 'plan')}"
         self._say(
-            f"verifying plan {plan_hash(found)[:8]}: {len(found['ends'])} groups, {took_ps * 1e-9:.1f} ms a "
-            f"step, against {to_beat * 1e-9:.1f} ms"
+            f"verifying plan {plan_hash(found)[:8]}: {counted(len(found['ends']))}, {took_ps * 1e-9:.1f} ms "
+            f"a step, against {to_beat * 1e-9:.1f} ms"
         )
         e = yield from self._verify(found, took_ps / to_beat)
         pairs, waiting = e["pairs"], e["waiting"]
@@ -113,7 +114,7 @@ class Search(Contest):
         if won:
             self._keep(found, tried)
             return regime, said
-        why = f"the fastest of {len(r.competed)} plans took {said}"
+        why = f"the fastest of {counted(len(r.competed), 'plan')} took {said}"
         return self.base, f"{why}, but {without_room(waiting)}" if waiting else why
 
     def _is_base(self, found: Plan) -> bool:
@@ -199,7 +200,7 @@ class Search(Contest):
         model = measurement.model(self.report.profile, self.settings)
         found = evaluate(model, {"ends": ends, "methods": [0] * len(ends)})
         beside = yield from self._beside(model, found, self.report.measured_ps)
-        return regime, f"MergeComp's search chose {len(ends)} groups after {tries} measurements{beside}"
+        return regime, f"MergeComp's search chose {counted(len(ends))} after {tries} measurements{beside}"
 
     def _baseline_of(self, costs: dict[str, Any]) -> int:
         """The time of the baseline: plain DDP's, measured; for a codec with a group per bucket, predicted."""

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from sidcomp.cli.common import Codecs, Json, codecs_of, count, link_of, percent
 from sidcomp.config.accuracy import CodecSpec, Loss
+from sidcomp.config.grouping import counted
 from sidcomp.errors import SidcompError
 from sidcomp.planner.cost_curve import Spread
 from sidcomp.standalone.estimate import GPU, GRADIENTS, OPTIMIZERS, Estimate, Way, candidates, estimate
@@ -172,7 +173,7 @@ def show(name: str, found: Estimate, notes: list[str]) -> None:
         table.add_row(*_cells(way, found))
     console.print(table)
     for name, auto in found.auto.items():
-        line(f'"auto" with {name} would send in {auto.groups} groups: {auto.way.name}')
+        line(f'"auto" with {name} would send in {counted(auto.groups)}: {auto.way.name}')
     for label, why in found.refused.items():
         line(f"left out: {label}: {why}")
     line("This is a model, not a measurement. It assumes:")

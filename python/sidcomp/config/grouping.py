@@ -104,6 +104,11 @@ def shorten(names: Sequence[str], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
+def counted(n: int, what: str = "group") -> str:
+    """As in "1 group" and "2 groups"."""
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
 def parse_groups(groups: Groups) -> str | int | list[list[str]]:
     """Checks `groups`: "bucket", "model", "layer", "even:N", one of PLANNED, a number of bytes (also "4MB";
     KB, MB, GB are powers of 1024), or lists of names. Raises ArgumentError."""
