@@ -411,7 +411,9 @@ def test_bad_plans_are_refused_by_name(plan: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "options", "message"),
     [
-        ("best", {}, r"unknown algorithm 'best'; there are: .*\bpg\b"),
+        ("fastest", {}, r"unknown algorithm 'fastest'; there are: .*\bpg\b"),
+        ("cupcakes", {}, r"unknown algorithm 'cupcakes' \(did you mean 'cupcake'\?\); there are"),
+        (3, {}, "unknown algorithm 3; there are"),
         ("even", {"length": 2}, r"even has no option 'length'; it has: .*groups"),
         ("even", {"groups": 0}, "groups"),
         ("even", {"method": "m7"}, "no method is called 'm7': the instance has m0, m1"),

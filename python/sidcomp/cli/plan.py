@@ -16,7 +16,7 @@ from rich.table import Table
 
 from sidcomp import core as _core
 from sidcomp.cli.common import Json, algorithm_names, named, option_names, refuse_plot
-from sidcomp.config.suggestion import suggestion
+from sidcomp.config.grouping import counted
 from sidcomp.errors import ArgumentError, SidcompError
 from sidcomp.planner import fusion, plan_plot
 from sidcomp.planner.profile import Profile
@@ -65,7 +65,7 @@ def show(instance: dict[str, Any], plan: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"{plan['algorithm']}: {_ms(plan['time_ps'])} an iteration, {bound}; "
-        f"forward {_ms(instance['forward_ps'])}, {len(plan['ends'])} groups, {plan['work']} steps of search"
+        f"forward {_ms(instance['forward_ps'])}, {counted(len(plan['ends']))}, {plan['work']} steps of search"
     )
 
 
@@ -205,7 +205,6 @@ def plan_command(
             else:
                 show_comparison(rows)
             return
-        _check_name(algorithm)
         found = fusion.plan(loaded, algorithm, **options_of(option or []))
         if plot is not None:
             name = Path(profile or instance or "").name
@@ -218,13 +217,6 @@ def plan_command(
         show(loaded, found)
         if source is not None:
             _console().print(escape(profiled(source)))
-
-
-def _check_name(algorithm: str) -> None:
-    names = [a["name"] for a in _core.algorithms()]
-    if algorithm not in names:
-        meant = suggestion(algorithm, names)
-        raise ArgumentError(f"no algorithm is named {algorithm!r}{meant}; there are: {', '.join(names)}")
 
 
 def _instance(path: Path | None) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sidcomp import core as _core
 from sidcomp import files
+from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError
 
 VERSION = 1  # of the plan's format; evaluate() refuses other versions
@@ -44,8 +45,12 @@ def plan(
     (for each group {"group", "backward", "encode", "exchange", "decode"}: [start, end] in ps from the start
     of the iteration, or None)}. Raises ArgumentError, which names the field at fault.
     """
-    if not isinstance(algorithm, str):
-        raise ArgumentError(f"algorithm={algorithm!r}: give a name that `sidcomp plan --list` has")
+    names = [a["name"] for a in _core.algorithms()]
+    if algorithm not in names:
+        meant = suggestion(algorithm, names)
+        raise ArgumentError(
+            f"unknown algorithm {files.shown(algorithm)}{meant}; there are: {', '.join(names)}"
+        )
     loaded = load(instance)
     settings: dict[str, int | list[int]] = {}
     for name, value in options.items():
