@@ -3,13 +3,16 @@ where a test says so, by a clock that only the test moves: what is decided does 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import itertools
 import json
 import os
 import random
 import re
 import time
+import warnings
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from itertools import pairwise
@@ -1051,6 +1054,87 @@ def test_a_new_wrapper_has_the_plans_groups_as_buckets(rank: int, world: int) ->
     assert "topk" in candidates(r), r["explain"]
     assert r["shared"] == [1] * len(r["groups"]), "a group lies in one bucket"
     assert r["buckets"] == len(r["groups"])
+
+
+class Headed(nn.Module):
+    """Its last layer, whose gradient is ready first, has most of its elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(layers=8), nn.Linear(96, 4000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x))
+        return out
+
+
+@on_ranks(2)
+def test_a_new_wrapper_has_room_for_what_is_excluded(rank: int, world: int) -> None:
+    MODELS["headed"] = Headed
+    slow: Costs = {"all_reduce": (1e-4, 3e-8), "all_gather": (1e-5, 1e-9), "encode": (1e-5, 4e-9)}
+    how = {"slow": slow, "candidates": ["topk"], "warmup": 0, "ddp": {}, "exclude": ["head.*"]}
+    with Training(rank, "headed", **how) as t:
+        t.until_it_settles()
+        t.ddp = rewrap(t.ddp, t.state)
+        r = t.until_it_settles()
+        layout = t.state.engine.layout
+        assert layout is not None
+        planned = [g for g in layout.groups if not g.names[0].startswith("head")]
+    check(r)
+    assert len(planned) > 1, r["explain"]
+    assert [len(g.buckets) for g in planned] == [1] * len(planned) and len(layout.buckets) == len(planned)
+
+
+@on_ranks(2)
+def test_a_new_wrapper_that_makes_steps_longer_warns(rank: int, world: int) -> None:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE, ddp={}) as t:
+        before = t.until_it_settles()["measured_ps"]
+        clock.set_costs({"all_gather": 1e-6})
+        t.ddp = rewrap(t.ddp, t.state)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            while t.state.plan_report()["measured_ps"] == before:
+                t.step()
+        check({**t.report(), "stage": "settled"})
+    said = [str(w.message) for w in told if "rewrap() made a step take" in str(w.message)]
+    assert len(said) == (rank == 0) and all("to go back, close the run" in text for text in said)
+
+
+@on_ranks(2)
+def test_what_a_new_wrapper_would_gain_is_planned_once(rank: int, world: int) -> None:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
+        t.until_it_settles()
+        tuner = t.state.engine.tuner
+        assert isinstance(tuner, controller.Controller)
+        real, planned = tuner.plan, 0
+
+        def plan(costs: Any) -> Any:
+            nonlocal planned
+            planned += 1
+            return real(costs)
+
+        tuner.plan = plan  # type: ignore[method-assign]
+        expected = t.state.plan_report()["rewrapped_ps"]
+        t.state.explain()
+        assert expected and t.state.plan_report()["rewrapped_ps"] == expected
+        assert planned <= 1
+        assert tuner.report.plan is not None
+        tuner.report.plan = dict(tuner.report.plan)  # another one
+        planned = 0
+        assert t.state.plan_report()["rewrapped_ps"] == expected and planned == 1
+
+
+@on_ranks(2)
+def test_a_run_that_starts_again_with_its_plan_does_not_say_that_it_measures(rank: int, world: int) -> None:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
+        t.until_it_settles()
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            t.state.engine.restart()
+            for _ in range(4):
+                t.step()
+        check(t.report())
+    assert "measures during the first steps" not in said.getvalue()
 
 
 @pytest.mark.parametrize("stage", [outcome.COMPARING, outcome.WARMING])

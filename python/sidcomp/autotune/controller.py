@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
@@ -19,6 +18,7 @@ from typing import Any
 from sidcomp import core as _core
 from sidcomp import files, notices
 from sidcomp.autotune import iterations, journal, measurement
+from sidcomp.autotune.contest import Plan
 from sidcomp.autotune.iterations import Iteration, Order, Script
 from sidcomp.autotune.journal import Journal, digest
 from sidcomp.autotune.monitoring import Monitoring
@@ -28,6 +28,7 @@ from sidcomp.config.settings import PLAIN, Settings
 from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.planner.fusion import VERSION
 from sidcomp.planner.profile import Profile
+from sidcomp.planner.significance import MARGIN
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint import Resume
 from sidcomp.runtime.engine import Engine, Model
@@ -55,6 +56,9 @@ class Controller(Monitoring):
         self._regime_kept = PLAIN  # the regime of its groups
         self._disturbed = True
         self._given_up = False  # passes differ in what they bring
+        self._met = False
+        self._refused: Regime | None = None  # the last one whose groups could not be made
+        self._unbound: tuple[Plan, Plan] | None = None  # the plan in use, and that of `unbound`
         self._layout: Callable[[], Layout | None] = lambda: None  # weak: the script keeps this object alive
         self._mark = self._entered = 0
         self._earlier = (0, 0)  # passes of this step of the optimizer before the last one, and their ns
@@ -275,7 +279,8 @@ class Controller(Monitoring):
         told = p.exchange.tell_texts(json.dumps(mine), what)
         rows = [files.parse_json(row, f"what rank {r} says of its plan") for r, row in enumerate(told)]
         loaded = any(row["loaded"] for row in rows)
-        if not loaded:
+        again, self._met = self._met, True  # as after restart()
+        if not loaded and not again:
             notices.say(
                 f"{self._asked_by} measures during the first steps, whose gradients are sent uncompressed; a "
                 "further line will say what it has decided",
@@ -334,21 +339,32 @@ class Controller(Monitoring):
         self._order = next(self._script)
         return replace(self._order.regime, flush=flush and not self.settings.momentum)
 
-    def rewrap(self, listed: bool) -> list[int]:
+    @property
+    def unbound(self) -> Plan | None:
+        """A plan for buckets that are its groups; None: nothing is planned."""
+        r = self.report
+        if r.profile is None or r.plan is None:
+            return None
+        if self._unbound is None or self._unbound[0] is not r.plan:  # a paper's search takes seconds
+            free = self.plan(measurement.model(r.profile, self.settings, buckets=False))
+            self._unbound = r.plan, free
+        return self._unbound[1]
+
+    def rewrap(self, listed: bool, layout: Layout | None) -> list[int]:
         """Plans for buckets that are groups. Returns their sizes in bytes: none if nothing was planned, or if
         DDP takes no list of them. A search that has begun with other buckets begins anew."""
         self._record(None)  # it is of the former buckets
-        if not listed or self.report.profile is None or self.report.plan is None:
+        found = self.unbound if listed else None
+        if found is None or layout is None:
             if not self.found:
                 self._journal, self._script = Journal(), self._whole()
                 self._order = next(self._script)
             return []
-        costs = measurement.model(self.report.profile, self.settings, buckets=False)
-        found = self.plan(costs)
         self._script = self._rewrapped(found)
         self._order = next(self._script)
-        sizes = [t["bytes"] for t in self.report.profile.tensors]
-        return [sum(sizes[a:b]) for a, b in pairwise([0, *found["ends"]])]
+        assert self.report.profile is not None
+        names = [t["name"] for t in self.report.profile.tensors]
+        return measurement.bucket_sizes(layout, names, found["ends"])
 
     def _rewrapped(self, found: dict[str, Any]) -> Script:
         regime, clean = self._regime(found), 0
@@ -365,6 +381,14 @@ class Controller(Monitoring):
         self._keep(found, int(1000 * median(self._agree_on_steps(times))))
         share = self.report.measured_ps / before
         self._watched = self._fresh_watch()
+        if share * MARGIN > 1:
+            assert self._p is not None
+            notices.warn(
+                f"rewrap() made a step take {share:.2f} of the time before: to go back, close the run, wrap "
+                "the module in DistributedDataParallel as it was, and call sidcomp.compress() again",
+                self._p.speaker,
+                raises=False,  # the script would end
+            )
         yield from self._settled(regime, f"with DDP's buckets as groups: {share:.2f} of the time before")
 
     # ---- the script ----------------------------------------------------------------------------------------

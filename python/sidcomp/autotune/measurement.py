@@ -149,6 +149,20 @@ def most_threads(exchange: Exchange, what: str) -> int:
     return max(int.from_bytes(own, "little") for own in told)
 
 
+def bucket_sizes(layout: Layout, names: Sequence[str], ends: Sequence[int]) -> list[int]:
+    """The bytes of the buckets that are a plan's groups, for gradients in the order of this layout. What is
+    excluded lies in the bucket of the next planned parameter of its kind. names: the planned ones, in that
+    order."""
+    last, sizes = {names[end - 1] for end in ends}, []
+    open_: dict[tuple[str, str], int] = {}  # DDP fills a bucket for each dtype and device
+    for x in _pieces(layout):
+        kind = x.dtype, x.device
+        open_[kind] = open_.get(kind, 0) + x.numel * x.itemsize
+        if x.name in last:
+            sizes.append(open_.pop(kind))
+    return sizes
+
+
 def identity(buckets: Sequence[Bucket], exchange: Exchange, threads: int) -> dict[str, Any]:
     """Identifies the model and the ranks of a profile, the same on all ranks. Raises nothing, because ranks
     also compare it. threads: those of the rank that has most."""

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from sidcomp import files
-from sidcomp.autotune import measurement
 from sidcomp.autotune.controller import Controller
 from sidcomp.autotune.outcome import SETTLED
 from sidcomp.config.grouping import DENSE, counted, shorten
@@ -26,13 +25,11 @@ def controller_of(p: Engine) -> Controller:
 def report(p: Engine) -> dict[str, Any]:
     """See State.plan_report."""
     c = controller_of(p)
-    r, settings = c.report, p.settings
+    r = c.report
     ours = r.plan if p.regime.rule != "bucket" else None
     groups = _groups(p, ours["timeline"] if ours is not None else [])
-    rewrapped = None
-    if r.profile is not None and ours is not None:
-        free = c.plan(measurement.model(r.profile, settings, buckets=False))
-        rewrapped = free["time_ps"] + r.measured_ps - r.predicted_ps
+    free = c.unbound if ours is not None else None
+    rewrapped = free["time_ps"] + r.measured_ps - r.predicted_ps if free is not None else None
     times = ("dense_ps", "compute_ps", "baseline_ps", "predicted_ps", "measured_ps")
     return {
         **{name: getattr(r, name) for name in ("stage", "why", *times)},

@@ -138,7 +138,7 @@ def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParalle
     }
     tuner = state.engine.tuner
     listed = "bucket_cap_mb_list" in accepted
-    sizes = tuner.rewrap(listed) if isinstance(tuner, Controller) else []
+    sizes = tuner.rewrap(listed, state.engine.layout) if isinstance(tuner, Controller) else []
     if sizes:
         arguments["bucket_cap_mb_list"] = [size / 2**20 for size in sizes]
     # The old reducer's hooks would still run in addition to the new one's; they disappear with the reducer.
