@@ -912,13 +912,16 @@ def test_a_profile_of_other_tensors_is_not_used(
 
 
 @pytest.mark.parametrize("codec", ["auto", "topk"])
+@pytest.mark.parametrize("unable", [(0, 1), (1,)])
 @on_ranks(2)
-def test_groups_that_no_rank_can_make_end_the_search(rank: int, world: int, codec: str) -> None:
-    """The step in which they are asked for has the groups of the one before."""
+def test_groups_that_a_rank_cannot_make_end_the_search(
+    rank: int, world: int, unable: tuple[int, ...], codec: str
+) -> None:
+    """The steps in which they are asked for have the groups of the one before."""
     prepare = CpuExecutor.prepare
 
     def no_room(self: CpuExecutor, group: Group, *rest: Any) -> None:
-        if len(group.buckets) > 1:
+        if rank in unable and len(group.buckets) > 1:
             raise MemoryError("no more memory")
         prepare(self, group, *rest)
 

@@ -203,7 +203,7 @@ def test_ranks_that_plan_differently_are_told_so(rank: int, world: int) -> None:
 def test_groups_that_a_rank_could_not_make_are_made_in_the_next_step(
     rank: int, world: int, where: str, then: Regime
 ) -> None:
-    """All ranks raise in that step, and it measures nothing. then: what is asked for afterwards."""
+    """That step has the former ones, and measures nothing. then: what is asked for afterwards."""
     r = Run(rank, world)
     r.step(), r.step()
     scripted(r.state, [PLAIN, TOPK, then])
@@ -227,8 +227,8 @@ def test_groups_that_a_rank_could_not_make_are_made_in_the_next_step(
 
     if rank == 1:
         setattr(kind, name, out_of_memory)
-    with pytest.raises(RuntimeError, match="no more memory"):
-        r.step()
+    r.step()
+    assert "no more memory" in p.tuner.report.log[-1] and p.regime == PLAIN
     for _ in range(3):
         r.step()
     assert script is not None and [it.clean for it in iterations][1] is False

@@ -131,12 +131,18 @@ class Controller(Monitoring):
         self._order = next(self._script)
 
     def refused(self, p: Engine, error: Exception) -> bool:
-        """Falls back to the baseline, unless those are the groups that cannot be made."""
-        if self._order.regime == self.base:
+        """Falls back to the baseline, unless those are the groups that cannot be made; the first time it asks
+        for the same ones again, because a rank may lack memory for a moment."""
+        before, self._refused = self._refused, self._order.regime
+        if self._refused == self.base:
             return False
-        self._p = p
+        self._p, self._layout = p, lambda: None  # the step has other groups than it was to measure
         try:
-            self._fall_back(f"the groups of a plan could not be made ({type(error).__name__}: {error})")
+            why = f"the groups of a plan could not be made ({type(error).__name__}: {error})"
+            if before == self._refused:
+                self._fall_back(why)
+            else:
+                self._say(f"{why}: trying again")
         finally:
             self._p = None
         return True

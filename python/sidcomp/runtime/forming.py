@@ -91,7 +91,7 @@ def differing(
     if failure is None and len(set(digests)) == 1:
         return None, any(one[-1] for one in told)
     text = tell() if failure is None else f"{type(failure).__name__}: {failure}"
-    texts = _texts(exchange, text, what, failure, set(digests) == {_FAILED})
+    texts = _texts(exchange, text, what, failure)
     if _FAILED in digests:
         raise _failed(digests.index(_FAILED), doing, texts)
     return (next(r for r, d in enumerate(digests) if d != digests[0]), texts), False
@@ -107,30 +107,32 @@ def together(exchange: Exchange, do: Callable[[], None], what: str) -> None:
     fine = exchange.tell_all(bytes([failure is None]), f"the step in which every rank must {what}")
     if b"\0" in fine:
         text = f"{type(failure).__name__}: {failure}"
-        texts = _texts(exchange, text, "the exchange of error messages", failure, set(fine) == {b"\0"})
+        texts = _texts(exchange, text, "the exchange of error messages", failure)
         raise _failed(fine.index(b"\0"), what, texts)
 
 
-def _texts(
-    exchange: Exchange, text: str, what: str, failure: Exception | None, everywhere: bool
-) -> list[str]:
-    """Returns every rank's text. If this rank has failed, raises its failure after the others know of it.
-    everywhere: all ranks have failed."""
+def _texts(exchange: Exchange, text: str, what: str, failure: Exception | None) -> list[str]:
+    """Returns every rank's text. If this rank has failed, raises its failure after the others know of it."""
     try:
-        return exchange.tell_texts(text, what)
+        texts = exchange.tell_texts(text, what)
+        if failure is not None:
+            failure.__dict__["told"] = True
+        return texts
     finally:
         if failure is not None:
-            failure.__dict__["everywhere"] = everywhere
             raise failure
 
 
-def everywhere(error: Exception) -> bool:
-    """Whether all ranks have failed in `agreed` or `together`, where this rank raised the error."""
-    return bool(getattr(error, "everywhere", False))
+def known_to_all(error: Exception) -> bool:
+    """Whether `agreed` or `together` has raised the error because some ranks had failed, of which all ranks
+    were told: then each of them has raised one."""
+    return bool(getattr(error, "told", False))
 
 
 def _failed(rank: int, doing: str, texts: Sequence[str]) -> RankError:
-    return rank_error(rank, f"rank {rank} could not {doing}: {texts[rank]}")
+    error = rank_error(rank, f"rank {rank} could not {doing}: {texts[rank]}")
+    error.__dict__["told"] = True
+    return error
 
 
 def rank_error(rank: int, text: str) -> RankError:

@@ -84,7 +84,7 @@ class Regrouping(Following):
                     self._again()
                 except Exception as e:
                     self.regime, self._kept_groups = before  # those of the groups that are still there
-                    if not (forming.everywhere(e) and self.tuner.refused(self, e)):
+                    if not (forming.known_to_all(e) and self.tuner.refused(self, e)):
                         raise
                     if self.rates is not None:
                         self.rates.bind(self._model.names, self.groups)

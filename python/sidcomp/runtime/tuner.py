@@ -33,8 +33,9 @@ class Tuner(Protocol):
         """Called after the groups of the next step have been made."""
 
     def refused(self, engine: Any, error: Exception) -> bool:
-        """Called if no rank can make the groups that `between` has just asked for. Returns whether it asks
-        for others in the next step; this step then has the former ones. Else the step fails."""
+        """Called on all ranks if some of them cannot make the groups that `between` has just asked for.
+        Returns whether this step has the former ones, and `between` decides anew before the next one. Else
+        the step fails."""
 
     def give_up(self, engine: Any, why: str) -> None:
         """Searches no longer, because steps differ in what they bring: keeps what it has found."""
