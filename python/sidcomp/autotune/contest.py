@@ -114,7 +114,7 @@ class Contest(Profiling):
     def _way(self, method: int) -> str:
         assert self.report.profile is not None
         index = measurement.candidates_of(self.report.profile, self.settings)[method]
-        return "dense" if index == DENSE else self.settings.candidate(index).label
+        return "dense" if index == DENSE else self.settings.candidate(index).brief.label
 
     def _window(
         self, model: measurement.Model, found: Plan, n: int, which: str

@@ -51,7 +51,7 @@ def _groups(p: Engine, timeline: list[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "names": list(g.names),
                 "elements": g.n,
-                "way": "dense" if dense else p.settings.candidate(g.spec.candidate).label,
+                "way": "dense" if dense else p.settings.candidate(g.spec.candidate).brief.label,
                 "exchange": announcement.exchange_of(g),
                 "rounds": g.plan.rounds if g.in_messages else g.plan.reductions,
                 "sent_bytes": g.bytes_sent,

@@ -10,6 +10,8 @@ from sidcomp.errors import ArgumentError
 
 Setting = float | int | str
 
+_MOST = 6  # values of a schedule that a message lists
+
 
 @dataclass(frozen=True, init=False)
 class Schedule:
@@ -57,6 +59,12 @@ class Schedule:
     def plain(self) -> list[list[Setting]]:
         """The form that a checkpoint holds."""
         return [list(mark) for mark in self.marks]
+
+    @property
+    def brief(self) -> str:
+        """As text, of which a message has room for: the first value, the last, and how many there are."""
+        words = str(self).split(",")
+        return str(self) if len(words) <= _MOST else f"{words[0]},...,{words[-1]} ({len(words)} values)"
 
     def __str__(self) -> str:
         return ",".join(f"{value:g}@{step}" if not isinstance(value, str) else f"{value}@{step}"

@@ -72,6 +72,12 @@ class Candidate:
         over = f" over {self.choice.label}" if self.choice is not None and self.in_messages else ""
         return self.encoding + over
 
+    @property
+    def brief(self) -> "Candidate":
+        """The same for a message: its texts have long schedules cut short."""
+        own: Parameters = {k: v.brief if isinstance(v, Schedule) else v for k, v in self.parameters.items()}
+        return replace(self, parameters=own)
+
     def saved(self) -> dict[str, Any]:
         return {
             "codec": self.codec.name,

@@ -18,7 +18,7 @@ def way(settings: Settings, group: Group) -> str:
     """How the group is encoded: the codec with its parameters."""
     if not compressed(group):
         return "dense"
-    return settings.candidate(group.spec.candidate).encoding
+    return settings.candidate(group.spec.candidate).brief.encoding
 
 
 def exchange_of(group: Group) -> str:
