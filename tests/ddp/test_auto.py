@@ -709,6 +709,41 @@ def test_a_schedule_does_not_keep_a_search_from_ending(rank: int, world: int, ev
     check(r)
     assert all(way.startswith("topk") for way in candidates(r)) and all(seen.values()), r["log"]
     assert all(abs(k - expected) <= 1 for pairs in seen.values() for k, expected in pairs), seen
+    assert "density=0.25@0,...," in r["explain"] and max(map(len, r["explain"].splitlines())) < 300
+
+
+@on_ranks(2)
+def test_a_plan_is_watched_while_a_schedule_changes_it_in_every_step(rank: int, world: int) -> None:
+    """And a comparison ends."""
+    outcome._FIRST_PAUSE = 20
+    density = sidcomp.Schedule({i: 0.25 * 0.999**i for i in range(400)})
+    with Training(rank, slow=SLOW_DENSE, candidates=["topk"], warmup=0, density=density) as t:
+        assert any(way.startswith("topk") for way in candidates(t.until_it_settles()))
+        clock.set_costs({"all_gather": 2e-5, "all_reduce": 0.0})
+        for _ in range(150):
+            t.step()
+        r = t.report()
+    check(r)
+    assert [one["kept"] for one in r["compared"]] == [False], r["log"]
+    assert candidates(r) == {"dense"}
+
+
+@on_ranks(2)
+def test_the_log_says_why_a_plan_is_compared(rank: int, world: int) -> None:
+    """Also where nothing has drifted."""
+    outcome._FIRST_PAUSE = 20
+    with Training(rank, slow=SLOW_DENSE, candidates=["topk"], warmup=0) as t:
+        t.until_it_settles()
+        tuner = t.state.engine.tuner
+        assert isinstance(tuner, controller.Controller)
+        tuner._watched.base = int(0.99 * tuner._watched.reference)
+        for _ in range(60):
+            t.step()
+        log = t.report()["log"]
+    (said,) = [line for line in log if ": comparing with" in line]
+    assert "drifted" not in said and "plain DDP's dense exchange took" in said, log
+    now, then = (float(part.split()[-2]) for part in re.findall(r"(?:takes|took) [\d.]+ ms", said))
+    assert then < now
 
 
 @on_ranks(2)

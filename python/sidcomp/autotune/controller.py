@@ -164,6 +164,12 @@ class Controller(Monitoring):
         if self.report.stage not in (*FOUND, COMPARING):
             self._spent += self._mark - self._entered
 
+    def rescheduled(self, p: Engine) -> None:
+        """The step counts as any other: a schedule may change values in every one. What making the groups
+        takes is part of it, because the plan costs that, and plain DDP does not."""
+        assert p.layout is not None
+        self._layout = weakref.ref(p.layout)
+
     def give_up(self, p: Engine, why: str) -> None:
         """Keeps the plan that was found, or the baseline. Residuals that have no place in it stay in dense
         groups that send them, because nobody knows when each parameter comes again."""

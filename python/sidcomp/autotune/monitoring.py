@@ -154,10 +154,12 @@ class Monitoring(Search):
             if self.algorithm != "ldp":
                 continue
             if w.strikes >= 2 and w.steps >= w.pause:
-                self._say(
-                    f"the step time has drifted: {now * 1e-6:.1f} ms, after {then * 1e-6:.1f} ms: "
-                    + ("looking again" if plain else f"comparing with {self._called(self.base)}")
-                )
+                base = self._called(self.base)
+                if moved:
+                    why = f"the step time has drifted: {now * 1e-6:.1f} ms, after {then * 1e-6:.1f} ms"
+                else:
+                    why = f"a step takes {now * 1e-6:.4g} ms, {base} took {w.base * 1e-6:.4g} ms before"
+                self._say(f"{why}: {'looking again' if plain else f'comparing with {base}'}")
                 return 0
             if not plain and w.steps >= _LONGEST:
                 self._say(f"{w.steps} steps have passed: comparing with {self._called(self.base)}")

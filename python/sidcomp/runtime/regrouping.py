@@ -95,6 +95,8 @@ class Regrouping(Following):
             self.tuner.begin(self)
         if self._changes:
             self._again()
+            if self.tuner is not None:
+                self.tuner.rescheduled(self)
 
     def _again(self) -> None:
         """Makes the groups anew for the same buckets."""

@@ -32,6 +32,9 @@ class Tuner(Protocol):
     def begin(self, engine: Any) -> None:
         """Called after the groups of the next step have been made."""
 
+    def rescheduled(self, engine: Any) -> None:
+        """Called after `begin` if a schedule has changed values, for which the groups were made again."""
+
     def refused(self, engine: Any, error: Exception) -> bool:
         """Called on all ranks if some of them cannot make the groups that `between` has just asked for.
         Returns whether this step has the former ones, and `between` decides anew before the next one. Else
