@@ -51,6 +51,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 Costs = dict[str, clock.Cost]
 SLOW_DENSE: Costs = {"all_reduce": 1e-7}  # seconds a byte: 10 MB/s
+BYTE_S = 5e-9
 SLOW_SPARSE: Costs = {"all_gather": 1e-6}
 FORWARD_S, GRADIENT_S = 4e-4, 1e-4  # what a step computes, and each parameter's gradient, by a test's clock
 
@@ -275,6 +276,25 @@ def test_one_pause_is_not_what_plain_ddp_takes(byte_s: float, when: int | str, l
         assert paused == pytest.approx(base, rel=0.02)
         assert all(one["against_ps"] == r["dense_ps"] for one in r["tried"]), "explain() contradicts itself"
         assert r["finding_steps"] <= calm["finding_steps"] + 20
+
+
+def with_recurring_pauses(rank: int, world: int, every: int) -> dict[str, Any]:
+    """What auto found, with a rank that pauses now and then: the others see that one step later."""
+    slow: Costs = {"all_reduce": (1e-4, BYTE_S), "all_gather": (1e-4, 2e-9), "encode": (1e-4, 2e-8)}
+    with Training(rank, slow=slow, candidates=["topk"], warmup=0, turns=6) as t:
+        passes = itertools.count(-rank)
+        t.ddp.module.register_forward_pre_hook(
+            lambda *_: clock.take(0.05 * (every > 0 and next(passes) % every == every - 1))
+        )
+        return t.until_it_settles()
+
+
+def test_a_rank_that_pauses_now_and_then_costs_no_plan() -> None:
+    (calm, *_), (r, *_) = (run(with_recurring_pauses, 2, every) for every in (0, 11))
+    check(r)
+    assert candidates(r) == candidates(calm) == {"topk", "dense"}, r["explain"]
+    for one, other in zip(r["competed"], calm["competed"], strict=True):
+        assert one["measured_ps"] == pytest.approx(other["measured_ps"], rel=0.1), r["explain"]
 
 
 class Alone(search.Search):

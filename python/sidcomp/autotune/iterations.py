@@ -97,9 +97,11 @@ class Iterations:
         return [max(column) for column in self._of_ranks(values)]
 
     def _agree_on_steps(self, times: list[int]) -> list[int]:
-        """The mean of each time over the ranks. In every step all ranks wait for the slowest one, so their
-        times differ only by when they begin; the maximum would count that as time."""
-        return [sum(column) // len(column) for column in self._of_ranks(times)]
+        """The times of steps of one kind, from the shortest on, each a mean over the ranks. In every step all
+        ranks wait for the slowest one, so their times differ only by when they begin; the maximum would count
+        that as time. The others see a rank's pause one step later than that rank does: in its longest step
+        and in theirs, so that it lies in one mean and not in two."""
+        return [sum(column) // len(column) for column in self._of_ranks(sorted(times))]
 
     def _say(self, text: str, *, stage: bool = False) -> None:
         """Logs a line, and shows it on a terminal. stage: a stage of the search begins; the first lines of

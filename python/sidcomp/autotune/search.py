@@ -168,8 +168,7 @@ class Search(Contest):
                     it = yield from self._explore(Order(tried if which else other, hold=True))
                     if it.clean or (uneven and which == slow):  # beside its length a change costs nothing
                         times.append(it.interval)
-            both = self._agree_on_steps(windows[True] + windows[False])
-            pairs.append([both[: size[True]], both[size[True] :]])
+            pairs.append([self._agree_on_steps(windows[which]) for which in (True, False)])
             if uneven and len(pairs) == len(sizes):
                 times_longer = [r if slow else 1 / r for r in ratios(pairs)]
                 if min(times_longer) < max(_CLEARLY, max(times_longer) / ALIKE):
