@@ -343,7 +343,9 @@ class Controller(Monitoring):
             else:
                 self.report, self._spent, self._counted = Report(), 0, 0
                 why = reasons[0] if reasons else "the ranks' checkpoints hold different measurements"
-                self._warn(f"{why}: measuring and planning again")
+                text = f"{why}: measuring and planning again"
+                self.report.log.append(text)
+                notices.log(text, 0 if self._first() else 1)
             self._replaying = alike > 0
             hold = self._replaying and self._journal.entries[-1]["kind"] in ("window", "pairs")
             self._script = self._whole(hold)
@@ -364,7 +366,8 @@ class Controller(Monitoring):
 
     def rewrap(self, listed: bool, layout: Layout | None) -> list[int]:
         """Plans for buckets that are groups. Returns their sizes in bytes: none if nothing was planned, or if
-        DDP takes no list of them. A search that has begun with other buckets begins anew."""
+        DDP takes no list of them. A search that has begun with other buckets begins anew. layout: that of the
+        former buckets."""
         self._record(None)  # it is of the former buckets
         found = self.unbound if listed else None
         if found is None or layout is None:

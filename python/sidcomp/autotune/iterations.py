@@ -117,10 +117,6 @@ class Iterations:
             self._lines += 1
             notices.say(f"{self._asked_by}, step {self._p.step}: {text}")
 
-    def _warn(self, text: str) -> None:
-        self.report.log.append(text)
-        notices.log(text, 0 if self._first() else 1)
-
     @property
     def _asked_by(self) -> str:
         """Returns the argument of the State that asks for a plan."""
