@@ -17,11 +17,11 @@ SID_HD uint32_t delta_flip(sid_delta_kind kind) {
 SID_HD uint32_t delta_order(uint32_t bits, uint32_t width, uint32_t flip) {
     return bits ^ ((0u - (bits >> (8 * width - 1))) & flip);
 }
-/* 2 z + sign of a change from x to y. */
+/* 2 z + sign of a change from x to y; no longer than an element, whatever they are. */
 SID_HD uint32_t delta_step_of(uint32_t x, uint32_t y, uint32_t width, uint32_t flip) {
     const uint32_t most = ~0u >> (32 - 8 * width);
     const uint32_t d = (delta_order(y, width, flip) - delta_order(x, width, flip)) & most, sign = d >> (8 * width - 1);
-    return (((d ^ (0u - sign)) + sign - 1) & most) << 1 | sign; /* signs are random: no branch */
+    return (((d ^ (0u - sign)) + sign - 1) << 1 | sign) & most; /* signs are random: no branch */
 }
 /* The step of 2 z + sign, modulo 2^32. */
 SID_HD uint32_t delta_step(uint32_t zz) { return (zz >> 1 ^ (0u - (zz & 1))) + (~zz & 1); }

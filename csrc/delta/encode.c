@@ -1,7 +1,10 @@
 /* Encode: one pass over both vectors finds what changes, and counts; a block in which more than a quarter changes is read again.
  *
  * Everything but the rANS words has a size that is known from the counts, so a body is written in place: the words grow downward
- * from the end of `out`, and are moved to where the rest ends. A body that may be longer than the elements themselves is raw. */
+ * from the end of `out`, and are moved to where the rest ends. A body that may be longer than the elements themselves is raw.
+ *
+ * If elements change meanwhile, which they must not, the second pass may meet others than were counted. So it keeps within what the
+ * counts gave it, and the body is raw, or one that the checksum refuses. */
 #include "delta.h"
 
 enum {
@@ -192,17 +195,26 @@ static inline uint8_t put_step(const coding *c, uint32_t zz, bits *to) {
     return c->symbol[zz & 1][length];
 }
 
-/* States and words of `n` symbols, of at most the elements' own bytes, to `at`; where they end. */
+/* States and words of `n` symbols to `at`; where they end. NULL: they do not fit before `end`. A symbol gives at most one word, and
+ * `shorter` leaves room for a turn of the lanes more than the symbols of the model need. */
 static uint8_t *put_code(const sid_simd *v, const model *m, uint8_t *symbol, uint32_t n, uint8_t *at, uint8_t *end) {
     sid_rans r;
-    sid_rans_stream s = {.symbol = symbol, .words = (uint16_t *)(void *)end};
+    sid_rans_stream s = {.words = (uint16_t *)(void *)end};
+    uint8_t *const to = at + sizeof s.state;
     sid_rans_model(&r, m->freq, m->symbols);
     for (uint32_t j = 0; j < SID_RANS_LANES; j++) s.state[j] = SID_RANS_LEAST;
-    v->rans_encode(&r, &s, 1, n);
+    for (uint32_t left = n; left;) {
+        const uint64_t room = (uint64_t)((uint8_t *)s.words - to - SID_DELTA_SLACK) / sizeof *s.words;
+        const uint32_t rest = left < room ? 0 : (uint32_t)sid_round_up(left - room, SID_RANS_LANES);
+        if (rest >= left) return NULL;
+        s.symbol = symbol + rest;
+        v->rans_encode(&r, &s, 1, left - rest);
+        left = rest;
+    }
     const size_t bytes = (size_t)(end - (uint8_t *)s.words);
     memcpy(at, s.state, sizeof s.state);
-    memmove(at + sizeof s.state, s.words, bytes);
-    return at + sizeof s.state + bytes;
+    memmove(to, s.words, bytes);
+    return to + bytes;
 }
 
 /* Writes head and frequencies; where they end. */
@@ -277,15 +289,16 @@ static uint64_t write_sparse(const sid_simd *v, const sid_delta_block *b, const 
     put_ones(f, h.low, ones, h.high);
     for (uint32_t i = 0; i < f->count; i++) symbol[i] = put_step(&c, step[i], &to_extra);
     end_bits(&to_extra);
-    return (
-        uint64_t)(put_code(v, &m, f->symbol, f->count, extra + 8ull * h.extra, out + sid_delta_bound(b->kind, b->n)) -
-                  out);
+    const uint8_t *const end =
+        put_code(v, &m, symbol, f->count, extra + 8ull * h.extra, out + sid_delta_bound(b->kind, b->n));
+    return end ? (uint64_t)(end - out) : 0;
 }
 
-/* The symbols of a tile. */
+/* The symbols of a tile, as long as their extra bits do not go past `end`: those of elements that the first pass saw do not. */
 static inline void put_tile_as(const coding *c, const uint8_t *old, const uint8_t *now, const uint16_t *place,
-                               uint32_t count, uint8_t *symbol, bits *to, const uint32_t width, uint32_t flip) {
-    for (uint32_t j = 0; j < count; j++) {
+                               uint32_t count, uint8_t *symbol, bits *to, const uint8_t *end, const uint32_t width,
+                               uint32_t flip) {
+    for (uint32_t j = 0; j < count && to->to <= end; j++) {
         const uint32_t i = place[j], x = delta_load(old + i * width, width), y = delta_load(now + i * width, width);
         symbol[i] = put_step(c, delta_step_of(x, y, width, flip), to);
     }
@@ -301,6 +314,7 @@ static uint64_t write_dense(const sid_simd *v, const sid_delta_block *b, const s
     const delta_head h = head_of(DELTA_DENSE, f, &m);
     if (!shorter(b, &m, h.extra)) return 0;
     uint8_t *extra = put_head(out, &h, &m), *symbol = (uint8_t *)f->gap; /* of which there is no more need */
+    uint8_t *const code = extra + 8ull * h.extra;
     bits to = {.to = extra};
     delta_cursor was = delta_from(old, b->first), is = delta_from(b->seg, b->first);
     memset(symbol, 0, b->n);
@@ -308,13 +322,13 @@ static uint64_t write_dense(const sid_simd *v, const sid_delta_block *b, const s
         const uint32_t len = delta_tile_length(b->n, from);
         const uint8_t *x = delta_tile(&was, len, width, room[0]), *y = delta_tile(&is, len, width, room[1]);
         const uint32_t count = v->changes(x, y, len, width, place);
-        if (width == 1) put_tile_as(&c, x, y, place, count, symbol + from, &to, 1, flip);
-        if (width == 2) put_tile_as(&c, x, y, place, count, symbol + from, &to, 2, flip);
-        if (width == 4) put_tile_as(&c, x, y, place, count, symbol + from, &to, 4, flip);
+        if (width == 1) put_tile_as(&c, x, y, place, count, symbol + from, &to, code, 1, flip);
+        if (width == 2) put_tile_as(&c, x, y, place, count, symbol + from, &to, code, 2, flip);
+        if (width == 4) put_tile_as(&c, x, y, place, count, symbol + from, &to, code, 4, flip);
     }
     end_bits(&to);
-    return (uint64_t)(put_code(v, &m, symbol, b->n, extra + 8ull * h.extra, out + sid_delta_bound(b->kind, b->n)) -
-                      out);
+    const uint8_t *const end = put_code(v, &m, symbol, b->n, code, out + sid_delta_bound(b->kind, b->n));
+    return end ? (uint64_t)(end - out) : 0;
 }
 
 static uint64_t write_raw(const sid_delta_block *b, uint8_t *out) {

@@ -36,6 +36,7 @@
     X(delta_refused)                                                                                                   \
     X(delta_strict)                                                                                                    \
     X(delta_flips)                                                                                                     \
+    X(delta_raced)                                                                                                     \
     X(cuda_absent)                                                                                                     \
     X(round_trip)                                                                                                      \
     X(settings)                                                                                                        \

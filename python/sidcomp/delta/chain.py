@@ -62,7 +62,8 @@ class Sender:
 
         full    the message has all elements, and is for a receiver of any version
 
-        Until `confirm`, each message leads on from the same confirmed version.
+        Until `confirm`, each message leads on from the same confirmed version. Nothing may change the weights
+        while it runs: receivers would refuse the message.
         """
         version = self._last + 1
         every = self._full_every

@@ -45,7 +45,7 @@ def encode(old: Weights, new: Weights, *, threads: int | None = None) -> bytearr
 
     old, new    two tensors, or two mappings of names to tensors, with the same names, shapes and dtypes:
                 floats of 8 to 64 bits, integers, bool, complex numbers, and packed 4-bit floats (by bytes).
-                Neither is changed
+                Neither is changed. Nothing else may change them while it runs
     threads     [torch.get_num_threads()] of this call
 
     Tensors that are the same memory in `new` are sent once. Tensors that are not contiguous are copied first.
