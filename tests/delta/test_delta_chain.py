@@ -3,6 +3,7 @@ without all parameters, a chain on another base) and a fault at each point."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -78,6 +79,21 @@ def test_what_is_confirmed_is_what_was_sent() -> None:
     for r in receivers:
         r.apply(message)
     assert same(theirs[0], weights) and same(theirs[1], weights)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_message_is_kept_as_it_was_sent(full: bool) -> None:
+    """Whoever sends it may cut off what has gone out."""
+    weights, sender, theirs, receivers = chain()
+    move(weights, 1)
+    message: Any = sender.message(full=full)
+    receivers[0].apply(message)
+    with contextlib.suppress(TypeError):
+        del message[:100]
+    sender.confirm(1)
+    move(weights, 2)
+    receivers[0].apply(sender.message())
+    assert same(theirs[0], weights)
 
 
 def test_full_messages_have_all_parameters() -> None:

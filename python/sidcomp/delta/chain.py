@@ -51,13 +51,13 @@ class Sender:
         self._threads = threads
         self._chain = secrets.randbits(63) + 1
         self._last = 0  # version of the last message
-        self._waiting: dict[int, bytearray] = {}
+        self._waiting: dict[int, bytes] = {}
         self._torn = False
         self.version = 0
         with torch.no_grad():
             self._base = _snapshot(leaves(weights, "weights"))
 
-    def message(self, *, full: bool = False) -> bytearray:
+    def message(self, *, full: bool = False) -> bytes:
         """The bytes from the confirmed version to what the weights are now, which becomes a new version.
 
         full    the message has all elements, and is for a receiver of any version
@@ -74,7 +74,7 @@ class Sender:
             if was is None or is_now is None or _form(was) != _form(is_now):
                 raise DeltaError(f"weights: {name} has come, gone or got another form; make a new Sender")
         stamp = Stamp(self._chain, self.version, version)
-        message = make(None if full else self._base, now, stamp, self._threads)
+        message = bytes(make(None if full else self._base, now, stamp, self._threads))  # nobody can change it
         self._last = version
         self._waiting[version] = message
         return message
@@ -89,7 +89,7 @@ class Sender:
             raise DeltaError(
                 f"version {version} cannot be confirmed: the versions sent since {self.version} are: {known}"
             )
-        message = parse(memoryview(self._waiting[version]))
+        message = parse(view(self._waiting[version]))
 
         def begin() -> None:
             self._torn = True  # until all of the copy is written
