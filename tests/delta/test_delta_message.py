@@ -144,6 +144,16 @@ def test_a_head_with_a_right_checksum_is_not_believed(place: int) -> None:
             there = copied(old)
 
 
+def test_a_flag_of_a_later_version_is_named() -> None:
+    _, _, message = small()
+    message[6] |= 2
+    with pytest.raises(sidcomp.errors.DeltaError, match=r"has flags 0x2, this sidcomp knows 0x1"):
+        parse(memoryview(signed(message)))
+    with pytest.raises(sidcomp.errors.DeltaError, match="its tables have 4"):
+        message[48:52] = struct.pack("<I", 2**32 - 8)
+        parse(memoryview(message))
+
+
 def test_messages_of_other_tables_are_refused() -> None:
     def refused(tensors: tuple[Tensor, ...], text: str, total: int = 0, block: int = 64) -> None:
         head = Head(False, 0, 0, 0, block, tensors)

@@ -218,11 +218,15 @@ def parse(data: memoryview) -> Message:
     if version != _FORMAT:
         raise DeltaError(f"the message has format {version}, this sidcomp reads {_FORMAT}: use one version")
     end = _HEADER.size + table + _BLOCK.size * blocks
-    if total != len(data) or end > total or table % 8 or flags > _FULL:
+    if total != len(data):
         raise _damaged(f"its header says {total} bytes, but it has {len(data)}")
+    if end > total or table % 8:
+        raise _damaged(f"its header says that its tables have {end - _HEADER.size} of its {total} bytes")
     plain = bytes(data[:_CHECKSUM_AT]) + bytes(8) + bytes(data[_HEADER.size : end])
     if _core.delta_checksum(plain, 0, len(plain)) != checksum or not 0 < block <= _core.delta_block:
         raise _damaged("its head has another checksum")
+    if flags > _FULL:
+        raise DeltaError(f"the message has flags {flags:#x}, this sidcomp knows {_FULL:#x}: use one version")
     found = _read_tensors(data, tensors, _HEADER.size, _HEADER.size + table)
     head = Head(flags == _FULL, chain, base, new, block, found)
     return Message(head, _read_blocks(head, data, _HEADER.size + table, end), data)
