@@ -8,6 +8,7 @@ import reprlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -136,13 +137,18 @@ def write(
     """Has `put` write the file at `path`. If that fails, or the process ends in between, the path keeps what
     it had. Raises `error`, whose text names file and cause."""
     try:
-        target = Path(os.path.realpath(path))  # so that a link stays one
-        if target.exists() and not target.is_file() and not target.is_dir():  # such as /dev/stdout
-            _put(target, "wb", put)
+        if in_place(Path(path)):
+            _put(Path(path), "wb", put)
         else:
-            _replace(target, put)
+            _replace(Path(os.path.realpath(path)), put)  # so that a link stays one
     except (OSError, ValueError, RuntimeError) as e:  # RuntimeError: torch's
         raise error(f"cannot write {path}: {_why(e)}") from e
+
+
+def in_place(path: Path) -> bool:
+    """Whether `write` writes to what is there, such as /dev/stdout, in whose place no file can be put. Where
+    that is a pipe, its real path is of nothing that could be opened."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def blank_picture(width: float, height: float) -> Any:
@@ -165,7 +171,8 @@ def _replace(target: Path, put: Callable[[IO[bytes]], object]) -> None:
     try:
         _put(new, "xb", put)
         if target.exists():
-            shutil.copymode(target, new)
+            with suppress(OSError):  # some file systems have no modes
+                shutil.copymode(target, new)
         os.replace(new, target)
     except BaseException:
         new.unlink(missing_ok=True)

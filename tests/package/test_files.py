@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import sidcomp
 import torch
 from full_disk import no_more_than
 from sidcomp import files, rank_states
+from sidcomp.cli.common import refuse_unwritable
 from sidcomp.config import presets
 from sidcomp.planner import fusion, plan_plot
 from sidcomp.planner.cost_curve import Curve
@@ -252,6 +255,39 @@ def test_a_device_is_written_as_it_is() -> None:
     with pytest.raises(sidcomp.ArgumentError, match=r"/dev/full: No space left on device"):
         save_profile(Path("/dev/full"))
     assert Path("/dev/full").is_char_device()
+
+
+def test_a_pipe_is_written_as_it_is() -> None:
+    """/dev/stdout leads to pipe:[number], which no path names."""
+    code = "from pathlib import Path; import sidcomp.cli.common as c; from sidcomp import files; "
+    code += "c.refuse_unwritable('--save', Path('/dev/stdout')); "
+    code += "files.write('/dev/stdout', lambda file: file.write(b'whole'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    assert (done.returncode, done.stdout) == (0, b"whole"), done.stderr
+
+
+def test_a_file_beside_which_none_can_be_written_is_refused_beforehand() -> None:
+    """It is replaced, not written to."""
+    path = Path("/proc/self/oom_score_adj")
+    if not path.is_file():
+        pytest.skip("no /proc")
+    with pytest.raises(ValueError, match="no file can be written there"):
+        refuse_unwritable("--save", path)
+    with pytest.raises(sidcomp.ArgumentError):
+        save_profile(path)
+
+
+def test_a_file_is_written_where_there_are_no_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError("a file system that has none")
+
+    monkeypatch.setattr(files.shutil, "copymode", refused)
+    path = tmp_path / "file"
+    for _ in range(2):
+        save_profile(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and Profile.load(path).world == 2
 
 
 def test_a_link_and_its_mode_stay(tmp_path: Path) -> None:

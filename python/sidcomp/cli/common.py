@@ -1,6 +1,7 @@
 """Options and helper functions that several commands share."""
 
 import math
+import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -82,8 +83,8 @@ def refuse_unwritable(option: str, path: Path | None) -> None:
     try:
         if path.exists():
             path.open("ab").close()
-        else:
-            tempfile.TemporaryFile(dir=path.parent).close()
+        if not files.in_place(path):
+            tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent).close()
     except OSError as e:
         raise ValueError(f"{option} {path}: no file can be written there: {e.strerror}") from None
 
