@@ -165,7 +165,7 @@ def link_of(text: str, latency_us: float | None = None, node_gbit: float = 400.0
     """A link, and where its figures are from: "10gbit"; "500mbit/110mbit", down and up; or a profile of
     `sidcomp bench`. A rank sends as many bytes as it receives, so the slower direction counts. Raises
     ValueError or ArgumentError."""
-    if text.endswith(".json"):
+    if text.endswith(".json") or Path(text).is_file():
         found = measured_link(Profile.load(text))
         latency = found.latency_us if latency_us is None else latency_us
         return replace(found, latency_us=latency, node_gbit=node_gbit), f"measured ({text})"
