@@ -62,8 +62,9 @@ def examine(attempt: bool = False) -> tuple[list[Finding], list[Use]]:
 def _torch() -> tuple[ModuleType | None, Finding]:
     try:
         import torch
-    except ImportError as e:
-        return None, Finding("torch", f"not importable ({e})", "problem", "pip install 'torch>=2.4'")
+    except Exception as e:  # OSError where a library of CUDA is missing, and what else a broken one raises
+        again = "" if isinstance(e, ModuleNotFoundError) else "--force-reinstall "
+        return None, Finding("torch", f"not importable ({e})", "problem", f"pip install {again}'torch>=2.4'")
     version = str(torch.__version__)
     number = tuple(int(x) for x in version.split("+")[0].split(".")[:2])
     if number < TORCH_NEEDED:
