@@ -133,6 +133,42 @@ def test_a_spread_that_is_too_wide_is_said(
     assert fp16["of_dense"] == pytest.approx([min(slower), max(slower)])
 
 
+WITHOUT_RANKS = """
+import sys
+from test_bench import FOUND
+from sidcomp.cli import app, bench
+bench.measured = lambda *_: FOUND
+sys.argv = ["sidcomp", "bench", "--mb", "4", *sys.argv[1:]]
+app.main()
+"""
+
+
+@pytest.mark.parametrize("output", ["/dev/full", "a pipe that nobody reads"])
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_measurement_is_saved_where_nothing_can_be_shown(
+    output: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "saved.json"
+    places = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", WITHOUT_RANKS, "--save", str(path), *more]
+    if output == "/dev/full":
+        out = os.open(output, os.O_WRONLY)
+    else:
+        read, out = os.pipe()
+        os.close(read)
+    try:
+        done = subprocess.run(
+            command, stdout=out, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": places}
+        )
+    finally:
+        os.close(out)
+    assert Profile.load(path).world == 2
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "Invalid value" not in done.stderr, "nothing is wrong with the command line"
+    assert ("No space left" in done.stderr) == (output == "/dev/full")
+
+
 def test_ranks_that_fail_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     need_gloo()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")

@@ -81,17 +81,17 @@ def bench_command(
             return
         profile = assumed_profile(shapes, step_ms, place.ranks, found)
         spreads = _spreads([[parse_method(m) for m in part] for part in found["parts"]], nbytes)
-        if as_json:
-            print(json.dumps(_plain(profile, spreads, nbytes), indent=1))
-        else:
-            show(profile, spreads, nbytes, place.where)
+        if save is not None:  # first: nothing that fails later costs the measurement
+            profile.save(save)
         if plot is not None:
             draw(profile.methods, _sizes(nbytes), profile.world, plot)
-        if save is not None:
-            profile.save(save)
     except (SidcompError, ValueError, OSError) as e:
         raise typer.BadParameter(str(e)) from None
-    if save is not None and not as_json:
+    if as_json:
+        print(json.dumps(_plain(profile, spreads, nbytes), indent=1))
+        return
+    show(profile, spreads, nbytes, place.where)
+    if save is not None:
         known = "given" if model is not None else "assumed"
         print(f"{save}: the costs are measured; the model and its step of {step_ms:g} ms are {known}")
 
