@@ -1,7 +1,10 @@
 """The command `sidcomp`: what it prints is the registry and what was found, readable when piped."""
 
+import contextlib
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +152,43 @@ def test_an_old_torch_is_a_problem(tmp_path: Path) -> None:
 
 def test_no_colours_when_piped() -> None:
     assert "\x1b" not in start("codecs").stdout + start("doctor").stdout + start("--help").stdout
+
+
+def on_a_terminal(columns: int, *args: object) -> list[str]:
+    """The lines that a command writes to a terminal of so many columns."""
+    ours, terminal = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "COLUMNS": str(columns), "TERM": "xterm"}
+    command = [sys.executable, "-m", "sidcomp", *map(str, args)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=terminal, env=env) as running:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # the other end was closed
+            while part := os.read(ours, 1 << 16):
+                shown += part
+    os.close(ours)
+    assert running.returncode == 0, shown
+    return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()]
+
+
+@pytest.mark.parametrize("command, column", [("estimate", "speed-up"), ("plan", "decode ms")])
+def test_a_narrow_terminal_costs_no_column(command: str, column: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    if command == "plan":
+        tensors = [{"name": "features.0.long_name.weight", "backward_ps": 10**9, "bytes": 4}] * 2
+        curve = [[0, 10**9]]
+        method = {"name": "a method of a long name", "encode": curve, "exchange": curve, "decode": curve}
+        path.write_text(json.dumps({**GOOD, "tensors": tensors, "methods": [method]}))
+        lines = on_a_terminal(80, "plan", path)
+    else:
+        path.write_text('{"w": [1000, 1000], "b": [1000]}')
+        given = ("--link", "1gbit", "--ranks", 4, "--step-ms", 20, "--device", "gpu")
+        lines = on_a_terminal(80, "estimate", "--model", path, *given)
+    head = next(i for i, line in enumerate(lines) if column in line)
+    end = lines[head].index(column) + len(column)
+    rows = lines[head + 2 : lines.index("", head)]
+    assert len(rows) >= (8 if command == "estimate" else 1)
+    for row in rows:
+        assert re.search(r"[0-9]\.[0-9]+$", row[:end]), row
 
 
 def test_every_command_and_option_has_help() -> None:

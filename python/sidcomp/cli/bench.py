@@ -13,14 +13,21 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
 
 from sidcomp import files
-from sidcomp.cli.common import Codecs, Json, codecs_of, count, refuse_plot, refuse_unwritable
+from sidcomp.cli.common import (
+    Codecs,
+    Json,
+    codecs_of,
+    count,
+    empty_table,
+    refuse_plot,
+    refuse_unwritable,
+    wide_console,
+)
 from sidcomp.config.kinds import from_environment
 from sidcomp.errors import ArgumentError, SetupError, SidcompError
 from sidcomp.planner.cost_curve import Spread
@@ -255,12 +262,10 @@ def _plain(profile: Profile, spreads: Mapping[str, Spread], nbytes: int) -> dict
 def show(profile: Profile, spreads: Mapping[str, Spread], nbytes: int, where: str) -> None:
     """Prints a row for each method: the time of each size, and the stages of the largest."""
     sizes = _sizes(nbytes)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    table = Table(box=SIMPLE_HEAD)
+    console = wide_console()
     heads = [format_bytes(size) for size in sizes]
     columns = ("method", "exchange", *heads, "encode", "exchange", "decode", "of dense", "spread")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
+    table = empty_table(columns, left=range(2))
     dense = sum(_stages(profile.methods[0], nbytes))
     for m in profile.methods:
         totals = [sum(_stages(m, size)) for size in sizes]

@@ -4,12 +4,15 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 from sidcomp import core as _core
 from sidcomp import files
@@ -51,6 +54,20 @@ Codecs = Annotated[
         autocompletion=codec_names,
     ),
 ]
+
+
+def wide_console() -> Console:
+    """Wider than any line: rich would cut columns off to the terminal's width, a terminal breaks lines."""
+    return Console(highlight=False, width=1000)
+
+
+def empty_table(columns: Sequence[str], left: Collection[int]) -> Table:
+    """A table for a `wide_console`. left: the places of the columns of text; those of numbers are aligned to
+    the right."""
+    table = Table(box=SIMPLE_HEAD)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i in left else "right", no_wrap=True)
+    return table
 
 
 def grid(*rows: Sequence[str]) -> str:

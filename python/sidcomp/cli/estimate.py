@@ -1,18 +1,14 @@
 """`sidcomp estimate`: would compression help, and how, before a script is touched."""
 
 import json
-import sys
 from dataclasses import asdict, replace
 from enum import Enum
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from sidcomp.cli.common import Codecs, Json, codecs_of, count, link_of, percent
+from sidcomp.cli.common import Codecs, Json, codecs_of, count, empty_table, link_of, percent, wide_console
 from sidcomp.config.accuracy import CodecSpec, Loss
 from sidcomp.config.grouping import counted
 from sidcomp.errors import SidcompError
@@ -152,18 +148,15 @@ def assumptions(
 
 def show(name: str, found: Estimate, notes: list[str]) -> None:
     """Prints the prediction: two lines, a table, what was assumed, and the sentence that answers."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = wide_console()
 
     def line(text: str) -> None:
         console.print(escape(text), soft_wrap=True)
 
     line(f"{name}: {found.elements:,} parameters in {found.tensors} tensors; {found.ranks} ranks")
     line(f"without communication {found.ceiling_ms:.4g} ms a step, plain DDP {found.dense_ms:.4g} ms")
-    table = Table(box=SIMPLE_HEAD)
-    left = ("sends", "codec", "exchange")
-    losses = [f"loss, {name}" for name in found.choice]
-    for column in (*left, "every", "MB a rank sends", "ms a step", "speed-up", "spread", *losses):
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    columns = ("sends", "codec", "exchange", "every", "MB a rank sends", "ms a step", "speed-up", "spread")
+    table = empty_table((*columns, *(f"loss, {name}" for name in found.choice)), left=range(3))
     usual = Spread(1.0, 1.0)
     plain = Way("plain DDP", GRADIENTS, DENSE, "allreduce", 1, found.dense_bytes, found.dense_ms, 1.0, usual)
     table.add_row(*_cells(plain, found))

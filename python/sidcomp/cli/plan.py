@@ -3,19 +3,23 @@
 import inspect
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from sidcomp import core as _core
-from sidcomp.cli.common import Json, algorithm_names, named, option_names, refuse_plot
+from sidcomp.cli.common import (
+    Json,
+    algorithm_names,
+    empty_table,
+    named,
+    option_names,
+    refuse_plot,
+    wide_console,
+)
 from sidcomp.config.grouping import counted
 from sidcomp.errors import ArgumentError, SidcompError
 from sidcomp.planner import fusion, plan_plot
@@ -47,7 +51,7 @@ def list_algorithms() -> str:
 def show(instance: dict[str, Any], plan: dict[str, Any]) -> None:
     """Prints a plan: a row for each group, then what it amounts to."""
     columns = ("group", "tensors", "first", "MB", "method", *(f"{kind} ms" for kind in fusion.SPANS))
-    table, start = _table(columns, left=("first", "method")), 0
+    table, start = empty_table(columns, left=(2, 4)), 0
     for end, method, spans in zip(plan["ends"], plan["methods"], plan["timeline"], strict=True):
         tensors = instance["tensors"][start:end]
         table.add_row(
@@ -61,7 +65,7 @@ def show(instance: dict[str, Any], plan: dict[str, Any]) -> None:
         start = end
     least = _ms(plan["lower_bound_ps"])
     bound = "which is the optimum" if plan["exact"] else f"no plan takes less than {least}"
-    console = _console()
+    console = wide_console()
     console.print(table)
     console.print(
         f"{plan['algorithm']}: {_ms(plan['time_ps'])} an iteration, {bound}; "
@@ -103,7 +107,7 @@ def _suited(instance: dict[str, Any], algorithm: "_core.AlgorithmInfo") -> dict[
 
 def show_comparison(rows: Sequence[dict[str, Any]]) -> None:
     columns = ("algorithm", "iteration ms", "regret %", "groups", "methods", "search")
-    table = _table(columns, left=("algorithm", "methods", "search"))
+    table = empty_table(columns, left=(0, 4, 5))
     for row in rows:
         if row["time_ps"] is None:
             table.add_row(row["algorithm"], "refused", "", "", escape(row["refused"]))
@@ -116,7 +120,7 @@ def show_comparison(rows: Sequence[dict[str, Any]]) -> None:
             escape(", ".join(row["methods"])),
             "cut at its work_limit" if row["cut"] else "optimum" if row["exact"] else "",
         )
-    _console().print(table)
+    wide_console().print(table)
 
 
 def profiled(profile: Profile) -> str:
@@ -126,18 +130,6 @@ def profiled(profile: Profile) -> str:
         f"{_ms(profile.dense_ps)} a step ({_ms(profile.plain_ps())} by this model), without communication "
         f"{_ms(profile.compute_ps)}"
     )
-
-
-def _table(columns: Sequence[str], left: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
-    return table
-
-
-def _console() -> Console:
-    """As wide as the terminal; wide enough for every line where the output is a file or a pipe."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 250)
 
 
 def _ms(ps: int) -> str:
@@ -200,23 +192,21 @@ def plan_command(
         loaded = fusion.load(source.instance() if source is not None else _instance(instance))
         if every:
             rows = compare(loaded)
-            if as_json:
-                print(json.dumps(rows, indent=1))
-            else:
-                show_comparison(rows)
-            return
-        found = fusion.plan(loaded, algorithm, **options_of(option or []))
+        else:
+            found = fusion.plan(loaded, algorithm, **options_of(option or []))
         if plot is not None:
             name = Path(profile or instance or "").name
             plan_plot.draw({"predicted": found["timeline"]}, plot, f"{name}, {algorithm}")
     except (SidcompError, ValueError, OSError) as e:
         raise typer.BadParameter(str(e)) from None
-    if as_json:
+    if every:
+        print(json.dumps(rows, indent=1)) if as_json else show_comparison(rows)
+    elif as_json:
         print(json.dumps(found))
     else:
         show(loaded, found)
         if source is not None:
-            _console().print(escape(profiled(source)))
+            wide_console().print(escape(profiled(source)))
 
 
 def _instance(path: Path | None) -> Any:
