@@ -68,7 +68,3 @@ def main() -> None:
 
 def _one_line(e: BaseException) -> str:
     return " ".join(str(e).split()) or type(e).__name__
-
-
-if __name__ == "__main__":
-    main()
