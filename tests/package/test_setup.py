@@ -249,7 +249,7 @@ def test_an_old_setuptools_builds_in_place_only(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_source_archive_holds_what_the_pages_name(tmp_path: Path) -> None:
-    """Documentation, examples and presets, and all that the build and the tests need."""
+    """Documentation, what it links to, examples and presets, and all that the build and the tests need."""
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     done = subprocess.run(
         [*command, "sdist", "--dist-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
@@ -265,5 +265,10 @@ def test_the_source_archive_holds_what_the_pages_name(tmp_path: Path) -> None:
     sources = (file for pattern in ("*.py", "*.[ch]pp") for file in (ROOT / "python").rglob(pattern))
     for file in (*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *sources):
         assert str(file.relative_to(ROOT)) in held
-    assert {"LICENSE", "Makefile", "mkdocs.yml", "pyproject.toml", "setup.py"} <= held
+    for page in (name for name in held if name.endswith(".md")):
+        for link in re.findall(r"\]\(([^)#:\s]+)", (ROOT / page).read_text()):
+            file = (ROOT / page).parent / link
+            if file.is_file():
+                assert os.path.relpath(file, ROOT) in held, f"{page} links to it"
+    assert {".importlinter", "LICENSE", "Makefile", "mkdocs.yml", "pyproject.toml", "setup.py"} <= held
     assert not [name for name in held if name.endswith((".so", ".pyc", ".o"))]
