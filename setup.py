@@ -15,6 +15,7 @@ import collections
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -176,21 +177,32 @@ def distribution():
     return WithoutMetadata
 
 
-def make_command(objects, library, nvcc, gencode, names):
-    """What calls make; a target comes behind it. objects: a folder; library: the file that is built."""
+def make_command(folder, nvcc, gencode, names):
+    """What calls make; a target comes behind it. folder: in ROOT, for objects and library; not by its whole
+    path, in which there may be a space, where make would see two names."""
     import pybind11
 
+    headers = sysconfig.get_paths()["include"], pybind11.get_include()
     variables = {
-        "O": objects,
-        "OUT": os.path.abspath(library),
+        "O": folder,
+        "OUT": f"{folder}/_core.so",
         "PYTHON": sys.executable,
-        "PYINC": f"-isystem {sysconfig.get_paths()['include']} -isystem {pybind11.get_include()}",
+        "PYINC": " ".join(f"-isystem {shlex.quote(path)}" for path in headers),
         "NVCC": nvcc,
         "GENCODE": gencode,
         "ARCH": names,
     }
     make = [env("MAKE") or "make", "-C", ROOT, "--no-print-directory"]
     return [*make, *(f"{k}={v}" for k, v in variables.items())]
+
+
+def put(library, target):
+    """In the place of a former one, which a process may have mapped."""
+    if not os.path.exists(library):
+        stop(f"make has ended without {library}; its output: pip install -v")
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    shutil.copy(library, f"{target}.new")
+    os.replace(f"{target}.new", target)
 
 
 class Build(build_ext):
@@ -204,7 +216,7 @@ class Build(build_ext):
         progress.say(f"CUDA kernels for {names}, by {nvcc}, {why}" if nvcc else why)
         # The folder names pybind11's version, not its path: under build isolation the path is new each time.
         out = f"build/{sys.implementation.cache_tag}-pb{pybind11.__version__}-{'cuda' if nvcc else 'cpu'}"
-        make = make_command(out, self.get_ext_fullpath(ext.name), nvcc, gencode, names)
+        make = make_command(out, nvcc, gencode, names)
         clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
 
         # How many files will be compiled: make says it once the commands are in their files.
@@ -222,6 +234,7 @@ class Build(build_ext):
             print(*last, sep="", flush=True)
             hint = "; to build without CUDA, set SIDCOMP_CUDA=0" if nvcc else ""
             stop(f"the build failed; the compiler's message is above{hint}")
+        put(os.path.join(ROOT, out, "_core.so"), self.get_ext_fullpath(ext.name))
 
 
 if __name__ == "__main__":  # benchmarks/prebuilt.py imports this file

@@ -62,7 +62,16 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin:/bin")
     monkeypatch.setenv("SIDCOMP_NVCC", tool(tmp_path, "nvcc", "sm_75", "sm_80", "sm_86", "sm_90"))
     tool(tmp_path, "nvidia-smi", "No devices were found")
+    monkeypatch.setattr(setup, "ROOT", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+# What a make that compiles nothing leaves behind: the library, in the folder O of the folder after -C.
+LINKED = """
+for a in "$@"; do case $a in O=*) o=${a#O=};; OUT=*) out=${a#OUT=};; esac; done
+[ "$1" != -C ] || { mkdir -p "$2/$o"; echo library > "$2/$out"; }
+"""
 
 
 def build(folder: Path, how: str) -> None:
@@ -119,7 +128,8 @@ def test_which_gpus_a_build_is_for(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(setup, "check_tools", lambda: None)
     calls = machine / "calls"
-    monkeypatch.setenv("MAKE", program(machine / "make", f'for a in "$@"; do echo "$a"; done >> {calls}'))
+    shown = f'for a in "$@"; do echo "$a"; done >> {calls}'
+    monkeypatch.setenv("MAKE", program(machine / "make", shown + LINKED))
     build(machine, how)
     said = capfd.readouterr().out
     assert words in said
@@ -128,13 +138,15 @@ def test_which_gpus_a_build_is_for(
     assert given["ARCH"] == (archs or "")
     assert bool(given["GENCODE"]) == bool(given["NVCC"]) == bool(archs)
     assert (f"CUDA kernels for {archs}" if archs else "CPU only") in said
+    (made,) = (machine / "x").glob("_y*")
+    assert made.read_text() == "library\n"
 
 
 def test_a_long_build_shows_which_file_it_compiles(
     machine: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     lines = "cc -c csrc/a.c -o a.o", "touch x", "nvcc -c cuda/b.cu -o b.o", "c++ -shared a.o b.o -o x.so"
-    monkeypatch.setenv("MAKE", tool(machine, "make", *lines))
+    monkeypatch.setenv("MAKE", program(machine / "make", "\n".join(f"echo {x}" for x in lines) + LINKED))
     monkeypatch.setattr(setup.Progress, "EVERY", 0)
     build(machine, "wheel")
     said = capfd.readouterr().out
@@ -156,6 +168,36 @@ def test_under_pip_the_progress_goes_to_the_terminal(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     assert b"sidcomp: chosen" in shown
     assert (tmp_path / "kept").read_text() == "sidcomp: chosen\n"
+
+
+# A compiler that only makes what it is asked for.
+MAKES = 'while [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done'
+
+
+def test_the_folder_may_have_a_space(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so may that of Python's headers."""
+    root, seen = machine / "a b", machine / "seen"
+    root.mkdir()
+    for name in ("Makefile", "csrc", "cuda", "python"):
+        (root / name).symlink_to(ROOT / name)
+    compiler = program(machine / "cc", f'for a in "$@"; do echo "$a"; done >> {seen}\n{MAKES}')
+    paths = {**setup.sysconfig.get_paths(), "include": str(root / "include")}
+    monkeypatch.setattr(setup.sysconfig, "get_paths", lambda *_, **__: paths)
+    monkeypatch.setattr(setup, "check_tools", lambda: None)
+    monkeypatch.setattr(setup, "ROOT", str(root))
+    for name, value in (("CC", compiler), ("CXX", compiler), ("SIDCOMP_CUDA", "0")):
+        monkeypatch.setenv(name, value)
+    before = set(machine.iterdir())
+    build(root / "lib", "wheel")
+    assert len(list((root / "lib" / "x").glob("_y*"))) == 1
+    assert set(machine.iterdir()) == before | {seen}
+    assert str(root / "include") in seen.read_text().splitlines()
+
+
+def test_a_make_that_makes_nothing_is_an_error(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAKE", program(machine / "make", "exit 0"))
+    with pytest.raises(SystemExit, match=r"make has ended without .*_core\.so"):
+        build(machine, "wheel")
 
 
 def test_a_build_that_fails_says_so(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +224,7 @@ def test_make_tells_how_many_files_it_will_compile(tmp_path: Path) -> None:
 
 def test_a_build_that_goes_on_compiles_what_is_missing_and_counts_it(tmp_path: Path) -> None:
     """Half of the files are there, by a compiler that only makes them."""
-    compiler = program(tmp_path / "cc", 'while [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done')
+    compiler = program(tmp_path / "cc", MAKES)
     make = ["make", "-C", str(ROOT), f"O={tmp_path}/o", f"OUT={tmp_path}/x.so", f"PYTHON={sys.executable}"]
     make += [f"CC={compiler}", f"CXX={compiler}", "-j2"]
 
