@@ -40,8 +40,8 @@ def check_tools():
     """Name what is missing before a compiler says it in its own words."""
     missing = {
         "GNU make": shutil.which("make"),
-        "a C compiler (CC)": shutil.which((env("CC") or "cc").split()[-1]),
-        "a C++ compiler (CXX)": shutil.which((env("CXX") or "c++").split()[-1]),
+        "a C compiler (CC)": shutil.which((env("CC") or "cc").split()[0]),
+        "a C++ compiler (CXX)": shutil.which((env("CXX") or "c++").split()[0]),
         "Python.h": os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")),
     }
     missing = [name for name, there in missing.items() if not there]

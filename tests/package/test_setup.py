@@ -200,6 +200,16 @@ def test_a_make_that_makes_nothing_is_an_error(machine: Path, monkeypatch: pytes
         build(machine, "wheel")
 
 
+def test_a_compiler_may_have_options(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tool(machine, "some-cc", "")
+    for name in ("CC", "CXX"):
+        monkeypatch.setenv(name, f"{compiler} --sysroot=/")
+    setup.check_tools()
+    monkeypatch.setenv("CC", "nosuch -pthread cc")
+    with pytest.raises(SystemExit, match=r"not found: a C compiler \(CC\) \("):
+        setup.check_tools()
+
+
 def test_a_build_that_fails_says_so(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAKE", program(machine / "make", "exit 2"))
     monkeypatch.setenv("SIDCOMP_CUDA_ARCHS", "9.0")
