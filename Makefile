@@ -29,7 +29,9 @@ CPP      = $(CXX) -std=c++17 $(subst $(comma)undefined,,$(COMMON)) $(if $(SAN),-
 CU       = $(NVCC) -std=c++17 -O3 -fmad=false -t 0 $(GENCODE) -Icsrc $(CUDADEF) \
            -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra \
            $(if $(WERROR),-Werror=all-warnings -Xcompiler=-Werror) $(NVCCFLAGS)
-LD       = $(if $(NVCC),$(NVCC) -shared -cudart static $(firstword $(GENCODE)),$(CXX) -shared $(SANFLAGS)) $(LDFLAGS)
+# nvcc has other names for what is for the linker or for the compiler that it calls.
+NVLD     = $(patsubst -Wl$(comma)%,-Xlinker %,$(patsubst -f%,-Xcompiler -f%,$(LDFLAGS)))
+LD       = $(if $(NVCC),$(NVCC) -shared -cudart static $(firstword $(GENCODE)) $(NVLD),$(CXX) -shared $(SANFLAGS) $(LDFLAGS))
 LIBS     = -ldl -lm
 # An extension for macOS leaves Python's symbols to the process that loads it.
 DARWIN  := $(filter %darwin %macos,$(subst -, ,$(shell $(CC) -dumpmachine 2>/dev/null | sed 's/[0-9.]*$$//')))

@@ -210,6 +210,21 @@ def test_a_compiler_may_have_options(machine: Path, monkeypatch: pytest.MonkeyPa
         setup.check_tools()
 
 
+def commands(folder: Path, *given: str) -> list[str]:
+    make = ["make", "--no-print-directory", "-C", str(ROOT), "-n", "ext", f"O={folder}", *given]
+    return subprocess.run(make, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("nvcc", ["", "nvcc"])
+def test_flags_for_the_linker_reach_it(nvcc: str, tmp_path: Path) -> None:
+    """nvcc knows neither -Wl nor what a compiler of the host calls -f."""
+    flags = "LDFLAGS=-Wl,-O1 -Wl,-z,relro -L/x -flto=auto"
+    link = commands(tmp_path, f"NVCC={nvcc}", flags)[-1]
+    by_nvcc = "-Xlinker -O1 -Xlinker -z,relro -L/x -Xcompiler -flto=auto"
+    assert (by_nvcc if nvcc else flags.partition("=")[2]) in link
+    assert (" -Wl," in link) == (not nvcc)
+
+
 def test_a_build_that_fails_says_so(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAKE", program(machine / "make", "exit 2"))
     monkeypatch.setenv("SIDCOMP_CUDA_ARCHS", "9.0")
