@@ -9,6 +9,7 @@ endif
 ifeq ($(origin CXX),default)
 CXX := c++
 endif
+$(foreach v,DEBUG WERROR ALL,$(eval override $v := $(filter-out 0,$($v)))) # 0 is as good as nothing
 O       ?= build/obj
 OUT     ?= build/_core.so
 NVCC    ?=

@@ -225,6 +225,13 @@ def test_flags_for_the_linker_reach_it(nvcc: str, tmp_path: Path) -> None:
     assert (" -Wl," in link) == (not nvcc)
 
 
+def test_a_switch_that_is_0_is_off(tmp_path: Path) -> None:
+    for off in (("DEBUG=0", "WERROR=0"), ("DEBUG=", "WERROR=")):
+        assert all("-O3" in x and "-Werror" not in x for x in commands(tmp_path, *off) if " -c csrc" in x)
+    on = commands(tmp_path, "DEBUG=1", "WERROR=1")
+    assert all("-O1" in x and "-Werror" in x for x in on if " -c csrc" in x)
+
+
 def test_a_build_that_fails_says_so(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAKE", program(machine / "make", "exit 2"))
     monkeypatch.setenv("SIDCOMP_CUDA_ARCHS", "9.0")
