@@ -87,10 +87,13 @@ class Search(Contest):
         regime, to_beat = self._regime(found), self._baseline_of(model)
         if self._is_base(found):
             r.baseline_ps = took_ps
-            return self.base, f"{self._called(self.base)} was the fastest of {counted(len(r.competed), 'plan')}"
+            return (
+                self.base,
+                f"{self._called(self.base)} was the fastest of {counted(len(r.competed), 'plan')}",
+            )
         self._say(
-            f"verifying plan {plan_hash(found)[:8]}: {counted(len(found['ends']))}, {took_ps * 1e-9:.1f} ms "
-            f"a step, against {to_beat * 1e-9:.1f} ms"
+            f"verifying plan {plan_hash(found)[:8]}: {counted(len(found['ends']))}, "
+            f"{took_ps * 1e-9:.1f} ms a step, against {to_beat * 1e-9:.1f} ms"
         )
         e = yield from self._verify(found, took_ps / to_beat)
         pairs, waiting = e["pairs"], e["waiting"]
