@@ -75,6 +75,8 @@ class Trainer:
         if args.resume and self.file is not None and self.file.exists():
             saved = torch.load(self.file, map_location=task.device, weights_only=True)
             self.module.load_state_dict(saved["model"])  # before DDP, which takes rank 0's for all
+        if args.resume and self.file is not None:
+            check_steps(self.file, saved["run"]["step"] if saved is not None else 0)
 
         if ddp and not updates:
             ids = [task.device] if task.device.type == "cuda" else None
@@ -250,6 +252,18 @@ class Trainer:
         if self.compressed is not None:
             self.compressed.close()
         del self.model
+
+
+def check_steps(file: Path, step: int) -> None:
+    """Ends every rank if their files are of different steps, as when a rank was killed before it saved, or
+    if there are more ranks now."""
+    steps: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(steps, step)
+    if len(set(steps)) > 1:
+        raise SystemExit(
+            f"--resume: the ranks' files {file.stem.partition('-')[0]}-rank*.pt in {file.parent} are of the "
+            f"steps {steps}, 0 where there is none: give a folder that as many ranks have saved at one step"
+        )
 
 
 def shard(module: torch.nn.Module, ranks: int, device: torch.device) -> dist.ProcessGroup:

@@ -83,6 +83,7 @@ def test_a_trainer_that_does_not_say_the_folder_is_asked_for_it() -> None:
     from sidcomp.frameworks.transformers import Compression
 
     assert Compression(**ARGUMENTS, resume_from="a")._source(None) == "a"
+    assert "checkpoint=True" in refusal(lambda: Compression(**ARGUMENTS, checkpoint=False, resume_from="a"))
     assert "Compression(resume_from=...)" in refusal(lambda: Compression(**ARGUMENTS)._source(None))
     assert "no Trainer" in refusal(Compression(**ARGUMENTS)._training)
 

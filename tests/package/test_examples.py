@@ -255,9 +255,9 @@ def test_train_resumes_with_the_same_bits(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     common = (EXAMPLES / "train.py", *FORTIETH, "--steps", "30", "--groups", "512KB")
     torchrun(*common, "--out", tmp_path / "whole")
-    halved = (*common, "--out", tmp_path / "halves", "--checkpoint", tmp_path / "saved")
-    assert "stopped at step 13" in torchrun(*halved, "--stop-at", "13")
-    torchrun(*halved, "--resume")
+    halves = (*common, "--out", tmp_path / "halves", "--checkpoint", tmp_path / "saved")
+    assert "stopped at step 13" in torchrun(*halves, "--stop-at", "13")
+    torchrun(*halves, "--resume")
     whole, halved = (
         json.loads((tmp_path / f / "table.json").read_text())["seeds"][0] for f in ("whole", "halves")
     )
@@ -265,6 +265,9 @@ def test_train_resumes_with_the_same_bits(tmp_path: Path) -> None:
         assert len(a["losses"]) == 30
         assert a["losses"] == b["losses"]
         assert a["curve"][-1][2] == b["curve"][-1][2]
+    (tmp_path / "saved" / "compressed-rank1.pt").unlink()
+    with pytest.raises(AssertionError, match=r"compressed-rank\*\.pt in .* are of the steps \[30, 0\]"):
+        torchrun(*halves, "--resume")
 
 
 PRESETS = sidcomp.presets()

@@ -49,6 +49,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
     checkpoints have them, and at the end of training the ranks' parameters are averaged. It closes the run
     when train() ends. Make a new Trainer to train again: DDP takes a hook once.
 
+    Raises SetupError for resume_from= with checkpoint=False, which loads nothing.
     train() raises SetupError if the Trainer does not use DDP, if DDP has a hook already, or if gradients are
     sent and a step took none through sidcomp; and the errors of `sidcomp.compress` and `Run.load`.
     """
@@ -68,6 +69,8 @@ class Compression(TrainerCallback):  # type: ignore[misc]
         resume_from: str | Path | None = None,
         **parameters: Any,
     ) -> None:
+        if resume_from is not None and not checkpoint:
+            raise SetupError("resume_from= is loaded only with checkpoint=True: leave one of the two out")
         asked = {
             "updates": updates, "every": every, "delay": delay, "outer": outer, "parts": parts,
             "options": options,
