@@ -56,17 +56,23 @@ def scheduled(made: list[Any], done: int = 0) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.LambdaLR(made[0], lambda k: 0.5**k, last_epoch=done - 1)
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(
+    "make, how",
+    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}), (torch.optim.SGD, {})],
+)
 @on_ranks(2)
-def test_a_run_with_a_schedule_of_it_resumes(rank: int, world: int, before: bool) -> None:
+def test_a_run_with_a_schedule_of_it_resumes(
+    rank: int, world: int, make: Any, how: dict[str, Any], before: bool
+) -> None:
     """The program's own optimizer goes on, with the bits of a run that was not interrupted. before: the
     schedule exists before the checkpoint is loaded."""
 
     def part(first: int, last: int, saved: Any) -> tuple[Any, torch.Tensor]:
         module = network(0)
         adam = OPTIMIZERS["AdamW"](module.parameters())
-        made, outer = held(torch.optim.AdamW, lr=0.1)
+        made, outer = held(make, lr=0.1, **how)
         with sidcomp.State("none") as state:
             own = Updates(module, adam, state, error="memory", every=2, outer=outer)
             schedule = scheduled(made) if before else None
@@ -80,7 +86,9 @@ def test_a_run_with_a_schedule_of_it_resumes(rank: int, world: int, before: bool
             for step in range(first, last, 2):
                 train(module, adam, rank, range(step, step + 2))
                 schedule.step()
-            assert len(made) == 1 and made[0].state[own.vectors[0].point]["step"] == last // 2
+            assert len(made) == 1
+            if make is torch.optim.AdamW:
+                assert made[0].state[own.vectors[0].point]["step"] == last // 2
             assert made[0].param_groups[0]["lr"] == 0.1 * 0.5 ** (last // 2)
             dictionaries = [one.state_dict() for one in (adam, state, own, schedule)]
             return dictionaries, flat(module)
@@ -89,7 +97,6 @@ def test_a_run_with_a_schedule_of_it_resumes(rank: int, world: int, before: bool
     assert torch.equal(part(4, 12, part(0, 4, None)[0])[1], whole)
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("make, how", [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})])
 @on_ranks(2)
 def test_a_parameter_that_begins_to_train_leaves_it(
@@ -186,6 +193,25 @@ def test_a_momentum_may_begin_at_0(rank: int, world: int, nesterov: bool) -> Non
     point.grad = point - mean(flat(module)).float()
     theirs.step()
     torch.testing.assert_close(flat(again), point, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@on_ranks(2)
+def test_with_a_deadline_all_move_at_the_rates_of_one(rank: int, world: int, delay: int) -> None:
+    """A rank that was late, or was started again, has a schedule that is elsewhere."""
+    module = network(0)
+    inner = OPTIMIZERS["SGD"](module.parameters())
+    made, outer = held(torch.optim.SGD, lr=0.7, momentum=0.9)
+    with sidcomp.State("none") as state:
+        how: dict[str, Any] = {"every": 2, "delay": delay, "deadline": 30.0, "outer": outer}
+        own = Updates(module, inner, state, error="memory", **how)
+        train(module, inner, rank, range(2))
+        if rank == 1:
+            made[0].param_groups[0].update(lr=0.1, momentum=0.5, nesterov=True)
+        train(module, inner, rank, range(2, 6))
+        own.land()
+        assert alike(own.vectors[0].point) and alike(own.outer.vectors[0])
+        assert made[0].param_groups[0]["lr"] == (0.1 if rank == 1 else 0.7), "it stays the program's"
 
 
 @on_ranks(1)

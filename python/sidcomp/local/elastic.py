@@ -27,6 +27,7 @@ from sidcomp.errors import (
     SidcompError,
     UnsupportedError,
 )
+from sidcomp.local.outer import Outer
 from sidcomp.local.rendezvous import START_S, Meeting, Record, RoundExchange, Rounds, Undone
 from sidcomp.local.vectors import Vectors, by_kind, finite
 from sidcomp.runtime.communicator import name_ranks
@@ -47,6 +48,7 @@ class Outcome(NamedTuple):
     exchanged   the parts' updates hold the mean of the members; if not, none had anything to add
     scale       what the mean must be multiplied by, so that only those count who had something to add
     left        ranks that had ended, and said so, when this rank saw that the round was closed
+    rates       of the outer optimizer of that member: a schedule may be elsewhere on a rank that was late
     """
 
     members: list[int]
@@ -56,6 +58,7 @@ class Outcome(NamedTuple):
     exchanged: bool
     scale: float
     left: list[int]
+    rates: list[float]
 
 
 class Attendance:
@@ -85,12 +88,14 @@ class Attendance:
 
     # ---- in the caller's thread
 
-    def begin(self, buffers: list[torch.Tensor], background: bool, **how: Any) -> None:
-        """Goes to a round; see `_hold`. buffers: copies of the module's."""
+    def begin(
+        self, buffers: list[torch.Tensor], rates: list[float], background: bool, **how: Any
+    ) -> None:
+        """Goes to a round; see `_hold`. buffers: copies of the module's. rates: of the outer optimizer."""
 
         def go() -> None:
             try:
-                self._result = self._hold(buffers, **how)
+                self._result = self._hold(buffers, rates, **how)
             except Exception as e:
                 self._result = e
 
@@ -151,6 +156,7 @@ class Attendance:
     def _hold(
         self,
         buffers: list[torch.Tensor],
+        rates: list[float],
         joins: bool = False,
         wait: float | None = None,
         insists: bool = False,
@@ -167,7 +173,8 @@ class Attendance:
             behind = r["version"] - self.version > self.stale
             group = self._group if self.engine.layout is not None else ""  # or a checkpoint was loaded
             empty = joins or behind or not self.finite
-            return {"version": self.version if self._fits else -1, "empty": empty, "group": group}
+            version = self.version if self._fits else -1
+            return {"version": version, "empty": empty, "group": group, "rates": rates}
 
         attempts = 0
         error: Exception | None = None
@@ -263,6 +270,7 @@ class Attendance:
             contributors > 0,
             len(meeting.members) / max(1, contributors),
             meeting.left,
+            meeting.rates[source],
         )
 
     def _keep(self, meeting: Meeting, newest: int) -> tuple[int, list[torch.Tensor]] | None:
@@ -334,7 +342,7 @@ class Meetings:
     module      whose buffers travel with the point
     named       the parameters, by name
     vectors     what is exchanged
-    beside      vectors that have the same bits on all ranks, beside the points
+    outer       whose vectors and rates are the same on all ranks, beside the points
     how         arguments that must be the same on all ranks
     """
 
@@ -345,7 +353,7 @@ class Meetings:
         model: Model,
         named: dict[str, torch.Tensor],
         vectors: Sequence[Vectors],
-        beside: Sequence[torch.Tensor],
+        outer: Outer,
         every: int,
         delay: int,
         deadline: float,
@@ -356,7 +364,7 @@ class Meetings:
         self.gone = False  # it has gone to one, whose outcome it has not applied yet
         self.behind = False  # it has missed a round
         self.late_buffers: list[torch.Tensor] = []  # those that came with the outcome
-        self._module, self._vectors, self._every, self._delay = module, vectors, every, delay
+        self._outer, self._module, self._vectors, self._every, self._delay = outer, module, vectors, every, delay
         self._patience = max(deadline, START_S)
         store, rank, world = _place()
         engine = state.engine
@@ -368,18 +376,18 @@ class Meetings:
         rounds = Rounds(store, f"sidcomp/outer/{_runs['outer']}", rank, world, digest.hexdigest(), deadline)
         engine.guarded()  # so that a round can be undone
         engine.place = rank, world
-        alike = list(chain([v.point for v in vectors], beside))
+        alike = list(chain([v.point for v in vectors], outer.travelling()))
         self.attendance = Attendance(engine, model, list(vectors), lambda: alike, rounds, stale)
         engine.pause, engine.farewell = self.attendance.wait, self.attendance.leave
 
     def join(self) -> None:
         """Goes to the first round of the run, where it waits longer for the others, or to the next, and takes
         over its common point."""
-        self.attendance.begin(self._buffers(), background=False, joins=True, wait=self._patience)
+        self.attendance.begin(*self._beside(), background=False, joins=True, wait=self._patience)
         self.gone = True
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return [x.detach().clone() for x in self._module.buffers()]
+    def _beside(self) -> tuple[list[torch.Tensor], list[float]]:
+        return [x.detach().clone() for x in self._module.buffers()], self._outer.rates()
 
     def count(self) -> tuple[bool, bool]:
         """Called after each step. Returns whether the outcome of the round must be applied now, and whether
@@ -398,7 +406,7 @@ class Meetings:
         for v in self._vectors:
             v.mark()
         self.since, self.gone = 0, True
-        self.attendance.begin(self._buffers(), background=self._delay > 0, insists=insists)
+        self.attendance.begin(*self._beside(), background=self._delay > 0, insists=insists)
 
     def average(self, land: Callable[[], None]) -> bool:
         """Takes part in a round, and in one more if a rank came to it too late: else that would be left alone
@@ -441,7 +449,7 @@ class Meetings:
                 v.update.zero_()
             elif outcome.scale != 1:
                 v.update.mul_(outcome.scale)
-        self.late_buffers = outcome.buffers
+        self.late_buffers, self._outer.given = outcome.buffers, outcome.rates
         return True
 
     @torch.no_grad()
@@ -457,6 +465,7 @@ class Meetings:
             "since": self.since,
             "behind": self.behind,
             "buffers": [x.clone() for x in self.late_buffers],
+            "rates": list(self._outer.given),
         }
 
     def is_old(self, saved: dict[str, Any]) -> bool:

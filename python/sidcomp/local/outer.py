@@ -11,10 +11,11 @@ import torch
 
 from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
 from sidcomp.local.vectors import Vectors, check_values
-from sidcomp.runtime.plain_data import anything, listing, record, table
+from sidcomp.runtime.plain_data import anything, flag, listing, number, record, table
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 _WHERE = 'sidcomp.compress: "outer"'
+_RATES = {"lr": number, "momentum": number, "nesterov": flag}
 
 
 class Outer:
@@ -25,6 +26,11 @@ class Outer:
     def __init__(self, vectors: Sequence[Vectors]) -> None:
         self._vectors = vectors
         self.vectors: list[torch.Tensor] = []  # that have the same bits on all ranks, beside the points
+        self.given: list[float] = []  # some rank's rates, which hold for all; []: this rank's own hold
+
+    def rates(self) -> list[float]:
+        """What the program may change between two moves, and must be the same on all ranks."""
+        return []
 
     def move(self, which: Sequence[int]) -> None:
         """Moves the points of these indices; their updates hold the mean, and may be overwritten."""
@@ -112,13 +118,14 @@ def _label(made: torch.optim.Optimizer) -> str:
 
 class Momentum(Outer):
     """Plain SGD: u = momentum u + mean, and the point moves by -lr (mean + momentum u), or by -lr u without
-    `nesterov`. The rate and the momentum are read in each exchange, so that a schedule may set them. u is
-    made when the momentum is not 0 for the first time."""
+    `nesterov`. The rates are read in each exchange, so that a schedule may set them. u is made when the
+    momentum is not 0 for the first time."""
 
     def __init__(self, made: torch.optim.Optimizer, vectors: Sequence[Vectors]) -> None:
         super().__init__(vectors)
-        self.label = _label(made)
+        self._made, self.label = made, _label(made)
         (self._group,) = made.param_groups
+        self._keys = set(self._group)  # schedules add others
         self._from_start, self._final = bool(self._group["momentum"]), False
         if self._from_start:
             self._make()
@@ -130,8 +137,11 @@ class Momentum(Outer):
         self._final = True
         return super().travelling()
 
+    def rates(self) -> list[float]:
+        return [float(self._group[name]) for name in ("lr", "momentum", "nesterov")]
+
     def move(self, which: Sequence[int]) -> None:
-        lr, momentum = float(self._group["lr"]), float(self._group["momentum"])
+        lr, momentum, nesterov = self.given or self.rates()
         if momentum and not self.vectors:
             if self._final:
                 raise UnsupportedError(
@@ -143,11 +153,12 @@ class Momentum(Outer):
             update = self._mean(i)
             if self.vectors:
                 u = self.vectors[i].mul_(momentum).add_(update)
-                if self._group["nesterov"]:
+                if nesterov:
                     update.add_(u, alpha=momentum)
                 else:
                     update.copy_(u)
             self._vectors[i].point.sub_(update.mul_(lr))
+        self._made.step()  # without gradients it moves nothing; a schedule of it looks for this call
 
     def follow(self, vectors: Sequence[Vectors]) -> Outer:
         before = self._named() if self.vectors else {}
@@ -164,25 +175,33 @@ class Momentum(Outer):
         return {name: x for v, u in pairs for name, x in v.named(u).items()}
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The momentum, by parameter name."""
-        return {"momentum": {n: x.clone() for n, x in self._named().items()}} if self.vectors else None
+        """The momentum, by parameter name, the rates, and what a schedule has added to them."""
+        kept = {n: x.clone() for n, x in self._named().items()} if self.vectors else {}
+        group = {key: copy.deepcopy(x) for key, x in self._group.items() if key not in self._keys}
+        lr, momentum, nesterov = self.rates()
+        group |= {"lr": lr, "momentum": momentum, "nesterov": bool(nesterov)}
+        return {"momentum": kept, "group": group}
 
     def check(self, saved: Any) -> None:
-        if saved is None and self._from_start:
+        if saved is None:
             raise CheckpointError(f"{_WHERE} has no outer momentum: resume with the same `outer`")
-        if saved is None or (self._final and not self.vectors):
+        record({"momentum": table(anything), "group": record(_RATES)})(saved, _WHERE)
+        if self._final and not self.vectors and saved["momentum"]:
             super().check(saved)
-            return
-        record({"momentum": table(anything)})(saved, _WHERE)
-        points = {name: x for v in self._vectors for name, x in v.named(v.point).items()}
-        check_values(saved["momentum"], points, "outer momentum")
+        group = saved["group"]
+        if (found := _unlike(group, group)) or "params" in group:
+            raise CheckpointError(f'{_WHERE}: "group" has {found or "params"}: it is damaged, load another')
+        if self._from_start or saved["momentum"]:
+            points = {name: x for v in self._vectors for name, x in v.named(v.point).items()}
+            check_values(saved["momentum"], points, "outer momentum")
 
     def load_state_dict(self, saved: Any) -> None:
         self.reset()
-        if saved is not None and not self.vectors:
+        if saved["momentum"] and not self.vectors:
             self._make()
-        for name, view in self._named().items() if saved is not None else ():
+        for name, view in self._named().items() if saved["momentum"] else ():
             view.copy_(saved["momentum"][name])
+        self._group.update(copy.deepcopy(saved["group"]))
 
 
 class Torchs(Outer):

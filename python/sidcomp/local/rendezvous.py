@@ -53,6 +53,7 @@ class Meeting(NamedTuple):
     group       the name of the process group: that of an earlier round, if all members have it
     away        versions of ranks that are expected to come back
     left        ranks that have ended, and said so
+    rates       of each member's outer optimizer
     """
 
     number: int
@@ -63,6 +64,7 @@ class Meeting(NamedTuple):
     group: str
     away: list[int]
     left: list[int]
+    rates: list[list[float]]
 
 
 class Rounds:
@@ -153,7 +155,7 @@ class Rounds:
         """Arrives, and waits until the round is closed. Returns None if it had been closed already; the rank
         is then expected in the next one. Raises Undone if it is given up before this rank has seen that.
 
-        mine: "version", "empty" and "group" of this rank, given the record. joins: this rank has no
+        mine: "version", "empty", "group" and "rates" of this rank, given the record. joins: this rank has no
         parameters. Once the run has begun, it waits until a rank that has some arrives, and never returns
         None. insists: if the round had been closed, waits for the next one. None: each has been, for longer
         than one can last.
@@ -286,6 +288,11 @@ class Rounds:
             raise Undone(f"no rank has sent anything that ended the exchange within {self.limit:.0f} s")
 
 
+def rates(value: object, where: str) -> None:
+    """The check of what `Outer.rates` has returned."""
+    listing(plain_data.number, 3 if value else 0, 3)(value, where)
+
+
 def _checks(world: int) -> plain_data.Check:
     """Returns the check that a record of this number of ranks must pass."""
 
@@ -295,7 +302,8 @@ def _checks(world: int) -> plain_data.Check:
             raise plain_data.wrong(where, value, f"a rank of {world}")
 
     ranks = listing(rank)
-    arrival = plain_data.record({"version": whole, "empty": flag, "group": plain_data.text})
+    fields = {"version": whole, "empty": flag, "group": plain_data.text}
+    arrival = plain_data.record(fields, {"rates": rates})
     last = listing(whole, 2, 2)
 
     def by_rank(of: plain_data.Check) -> plain_data.Check:
@@ -328,7 +336,8 @@ def _meeting(r: Record) -> Meeting:
     empty = [a["empty"] for a in arrived]
     away = [v for rank, (_, v) in r["last"].items() if int(rank) not in (*members, *r["left"])]
     version = max(r["version"], *versions)
-    return Meeting(r["number"], members, versions, empty, version, r["group"], away, r["left"])
+    of_each = [a.get("rates", []) for a in arrived]
+    return Meeting(r["number"], members, versions, empty, version, r["group"], away, r["left"], of_each)
 
 
 def _founded(r: Record) -> bool:

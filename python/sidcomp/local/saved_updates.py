@@ -10,6 +10,7 @@ from sidcomp.errors import CheckpointError
 from sidcomp.local.elastic import Meetings
 from sidcomp.local.gradient_noise import Noise
 from sidcomp.local.outer import Outer
+from sidcomp.local.rendezvous import rates
 from sidcomp.local.shards import Shards
 from sidcomp.local.vectors import CALL, Vectors, check_values, named_values
 from sidcomp.runtime.plain_data import (
@@ -210,7 +211,7 @@ def _check_rounds(updates: Updates, saved: dict[str, Any]) -> None:
             f'{CALL}: the dictionary has no "rounds": it was saved without a deadline, or is damaged'
         )
     fields = {"version": whole, "since": count, "behind": flag, "buffers": listing(anything)}
-    record(fields)(saved["rounds"], f'{CALL}: "rounds"')
+    record({**fields, "rates": rates})(saved["rounds"], f'{CALL}: "rounds"')
     if not updates.meetings.buffers_like(came := saved["rounds"]["buffers"]):
         raise CheckpointError(
             f'{CALL}: "buffers" of "rounds" is {reprlib.repr(came)}, which are not the module\'s buffers: '
@@ -269,3 +270,5 @@ def restore(updates: Updates, saved: dict[str, Any], together: list[int]) -> Non
     if flying and not saved["in flight"]["discarded"]:
         take(flying, "update", saved["in flight"]["update"])
     updates.outer.load_state_dict(saved["outer"])
+    if updates.meetings is not None:
+        updates.outer.given = list(saved["rounds"]["rates"])

@@ -201,8 +201,8 @@ class Updates:
         device = self.vectors[0].update.device
         self._model = serve(self.state, self.module, named, None, device)
         self.meetings = Meetings(
-            self.state, self.module, self._model, named, self.vectors, self.outer.travelling(), self.every,
-            self.delay, deadline, stale, [self.every, self.outer.label],
+            self.state, self.module, self._model, named, self.vectors, self.outer, self.every, self.delay,
+            deadline, stale, [self.every, self.outer.label],
         )  # fmt: skip
         self._discards = Discards(self._optimizers, self.meetings.attendance.rounds.rank)
         for v in self.vectors:
