@@ -399,6 +399,46 @@ def test_a_rank_that_has_left_is_not_said_to_be_late(rank: int, world: int) -> N
     ]
 
 
+def test_who_leaves_is_waited_for_by_nobody() -> None:
+    """Also a rank that an error has ended while it waited, or in a round."""
+    store = dist.HashStore()
+    one, other = (rounds.Rounds(store, "key", rank, 2, "m", 0.1) for rank in range(2))
+
+    def mine(_: object) -> dict[str, Any]:
+        return {"version": -1, "empty": False, "group": ""}
+
+    one._change(lambda r: r["here"].update({"0": mine(r)}) is None)
+    one.leave()
+    meeting = other.meet(mine)
+    assert meeting is not None and meeting.members == [1]
+    other.leave()
+    assert other.conclude(meeting, True) and other.look()["expected"] == []
+
+
+@pytest.mark.parametrize("asked", ["log", "timeline"])
+@on_ranks(2)
+def test_the_figures_wait_for_the_round_in_progress(rank: int, world: int, asked: str) -> None:
+    """Its thread works with what they are of."""
+    module = network(0)
+    optimizer = OPTIMIZERS["SGD"](module.parameters())
+    with sidcomp.compress(module, optimizer, "none", every=2, delay=1, deadline=30.0) as it:
+        train_on(module, optimizer, rank, range(3))
+        attendance, ended = it.updates.meetings.attendance, threading.Event()
+        conclude = attendance.rounds.conclude
+
+        def concludes(*given: Any) -> bool:
+            time.sleep(0.5)
+            found = bool(conclude(*given))
+            ended.set()
+            return found
+
+        attendance.rounds.conclude = concludes
+        train_on(module, optimizer, rank, range(3, 4))
+        it.log() if asked == "log" else it.state.timeline("/dev/null")
+        assert ended.is_set()
+        assert not any(g.direct for g in it.state.engine.groups), "a round may be given up"
+
+
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=SLOW) for seed in range(2, 24))])
 def test_a_rank_that_is_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
     """It comes back at once, or when the others have gone on, with its checkpoint or without."""

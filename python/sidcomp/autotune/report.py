@@ -165,6 +165,7 @@ def _table(groups: list[dict[str, Any]]) -> list[str]:
 def timelines(p: Engine) -> dict[str, list[dict[str, Any]] | None]:
     """The predicted and the last measured iteration, in ps, as timelines of `planner.plan`. Nothing is
     predicted where nothing is planned."""
+    p.pause()
     plan = p.tuner.report.plan if isinstance(p.tuner, Controller) and p.regime.rule != "bucket" else None
     predicted = plan["timeline"] if plan is not None else None
     if p.layout is None or p.on_device or not all(s.arrived_at for s in p.layout.buckets):

@@ -273,6 +273,8 @@ class Rounds:
                     which.remove(self.rank)
             if self.rank not in r["left"]:
                 r["left"].append(self.rank)
+            if not r["closed"]:
+                r["here"].pop(str(self.rank), None)  # where an error has ended its wait
             return True
 
         record, began = self._change(edit), time.monotonic()
@@ -364,7 +366,7 @@ def _advance(r: Record, members: list[int], version: int, counts: bool) -> None:
         r["version"] = version + 1
         for rank in members:
             r["last"][str(rank)] = [r["number"], r["version"]]
-    r["expected"] = sorted({*members, *r["next"]})
+    r["expected"] = sorted({*members} - {*r["left"]} | {*r["next"]})
     r.update(number=r["number"] + 1, here={}, closed=False, group="", done=[], next=[])
 
 

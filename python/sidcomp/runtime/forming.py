@@ -179,8 +179,8 @@ def make_layout(
     }.values():
         choice.warn(exchange.world)
     # A reduction in place does not report NaN, on which the residual and random numbers of other groups
-    # depend.
-    nobody_asks = not any(plan.vectors or not plan.lossless for plan in plans)
+    # depend. Where an exchange can be given up, its buffers must not be used again.
+    nobody_asks = not (exchange.rejoins or any(plan.vectors or not plan.lossless for plan in plans))
     direct = nobody_asks and executor.in_place(settings, exchange)
     groups = [
         Group(i, spec, buckets, plan, direct) for i, (spec, plan) in enumerate(zip(specs, plans, strict=True))

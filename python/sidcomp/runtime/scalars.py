@@ -16,6 +16,7 @@ class Scalars:
 
     def take(self, p: Engine, norms: bool) -> dict[str, float]:
         """See State.log."""
+        p.pause()
         p.quiet()
         groups = [g for g in p.groups if g.counters.steps]
         now = {
