@@ -26,6 +26,7 @@ from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.local.alarms import NotInCopies, refuse_second
 from sidcomp.local.arguments import check_error_in_parameters
+from sidcomp.local.buffers import check_saved, persistent
 from sidcomp.local.choice import CANDIDATES, WITH_SGD, Choosing
 from sidcomp.local.defaults import OuterOptimizer, common_arguments, place_of_error, spec_of
 from sidcomp.local.saved_updates import check_optimizers
@@ -256,7 +257,7 @@ class Run(ABC):
     def save(self, folder: str | Path, number: int = 0) -> None:
         """Writes a file for each rank into the folder, beside the checkpoint that the program saves on rank
         0. Where updates are sent, the file has what differs between ranks, too: the parameters, the
-        optimizer, the buffers and the given GradScaler. If a rank cannot write, all ranks raise a
+        optimizer, persistent buffers and the given GradScaler. If a rank cannot write, all ranks raise a
         CheckpointError, and the folder has the former files. number: of this run, if several save into the
         same folder. Every rank calls it at the same point, between two steps."""
         beside = self._beside()
@@ -534,7 +535,7 @@ class UpdateRun(Run):
             **self._updates_state(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "scaler": scaler,  # each rank skips its own steps
-            "buffers": {name: x.detach().clone() for name, x in self.module.named_buffers()},
+            "buffers": {name: x.detach().clone() for name, x in persistent(self.module).items()},
         }
 
     def prepare(self, found: list[dict[str, Any]]) -> Callable[[], None]:
@@ -544,12 +545,8 @@ class UpdateRun(Run):
         record({**fields, "scaler": anything, "buffers": table(anything)})(beside, "a file of updates")
         assert beside is not None
         check_optimizers(self._optimizers, beside["optimizers"])
-        buffers = dict(self.module.named_buffers())
-        for name, buffer in buffers.items():
-            saved = beside["buffers"].get(name)
-            kind = (saved.shape, saved.dtype) if isinstance(saved, torch.Tensor) else None
-            if kind != (buffer.shape, buffer.dtype):
-                raise CheckpointError(f"the files have no buffer {name!r} like this module's")
+        buffers = persistent(self.module)
+        check_saved(buffers, beside["buffers"])
         take_states = self._prepare(beside, rank_states.states_of(found))
 
         def take() -> None:

@@ -262,10 +262,10 @@ class State(OptimizerFit):
         wire_bytes                  sent to other ranks, and on average received from them: of an all-gather
                                     (world - 1) payloads, of an all-reduce 2 (world - 1) / world of the
                                     payload's body, as in a ring; of messages, all bytes of the messages.
-                                    Includes what ranks compare for the noise correction of updates
+                                    With updates it includes the noise correction, and buffers
         dense_wire_bytes, ratio     the same of plain DDP, 2 (world - 1) / world of dense_bytes;
                                     dense_wire_bytes / wire_bytes, and 0 if nothing travelled
-        control_bytes               received for checksums and for agreeing on groups
+        control_bytes               received for checksums and digests, and for agreeing on groups
         density                     elements sent / elements, in the last step
         encode_seconds, wait_seconds, decode_seconds
                                     sums over groups and steps; wait: from the start of an exchange to its

@@ -255,6 +255,7 @@ def train(
                 if "alters" in events:
                     attendance.vectors()[0].add_(1)
             before = flat(module)
+            module.of_rank.add_(rank)  # so that it travels in each round
             train_on(module, optimizer, rank, range(outer.steps, outer.steps + 1))
             moved.add_(before - stepped.pop())
             went = [r.members for r in history]

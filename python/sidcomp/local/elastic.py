@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -27,9 +27,10 @@ from sidcomp.errors import (
     SidcompError,
     UnsupportedError,
 )
+from sidcomp.local.buffers import Buffers, persistent, same_kind
 from sidcomp.local.outer import Outer
 from sidcomp.local.rendezvous import START_S, Meeting, Record, RoundExchange, Rounds, Undone
-from sidcomp.local.vectors import Vectors, by_kind, finite
+from sidcomp.local.vectors import Vectors, finite
 from sidcomp.runtime.communicator import name_ranks
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.layout import Layout
@@ -44,7 +45,7 @@ class Outcome(NamedTuple):
     members     ranks
     version     that of the common point which it leads to
     taken       the vectors of the common point that it started from, if this rank had older ones
-    buffers     those of the member whose common point it was
+    buffers     as `Buffers.agree` returns them, of members that had this point
     exchanged   the parts' updates hold the mean of the members; if not, none had anything to add
     scale       what the mean must be multiplied by, so that only those count who had something to add
     left        ranks that had ended, and said so, when this rank saw that the round was closed
@@ -54,7 +55,7 @@ class Outcome(NamedTuple):
     members: list[int]
     version: int
     taken: list[torch.Tensor] | None
-    buffers: list[torch.Tensor]
+    buffers: dict[str, torch.Tensor]
     exchanged: bool
     scale: float
     left: list[int]
@@ -63,7 +64,8 @@ class Outcome(NamedTuple):
 
 class Attendance:
     """rounds: of the run. parts: what is exchanged. vectors: returns the common point and the outer momentum
-    of each part. stale: a rank that has missed more rounds does not send what it did meanwhile."""
+    of each part. buffers: the module's. stale: a rank that has missed more rounds does not send what it did
+    meanwhile."""
 
     def __init__(
         self,
@@ -72,10 +74,11 @@ class Attendance:
         parts: list[Any],
         vectors: Callable[[], list[torch.Tensor]],
         rounds: Rounds,
+        buffers: Buffers,
         stale: int,
     ) -> None:
         self.engine, self.model, self.parts, self.vectors = engine, model, parts, vectors
-        self.rounds, self.stale = rounds, stale
+        self.rounds, self.buffers, self.stale = rounds, buffers, stale
         self.version = -1  # of the common point
         self.attended_before = -1  # that of the last round of a process that was this rank before
         self._members = list(range(rounds.world))  # of this rank's last round
@@ -89,7 +92,7 @@ class Attendance:
     # ---- in the caller's thread
 
     def begin(
-        self, buffers: list[torch.Tensor], rates: list[float], background: bool, **how: Any
+        self, buffers: dict[str, torch.Tensor], rates: list[float], background: bool, **how: Any
     ) -> None:
         """Goes to a round; see `_hold`. buffers: copies of the module's. rates: of the outer optimizer."""
 
@@ -155,7 +158,7 @@ class Attendance:
     @torch.no_grad()
     def _hold(
         self,
-        buffers: list[torch.Tensor],
+        buffers: dict[str, torch.Tensor],
         rates: list[float],
         joins: bool = False,
         wait: float | None = None,
@@ -216,7 +219,7 @@ class Attendance:
             f"{error}"
         ) from error
 
-    def _take_part(self, meeting: Meeting, buffers: list[torch.Tensor]) -> Outcome:
+    def _take_part(self, meeting: Meeting, buffers: dict[str, torch.Tensor]) -> Outcome:
         engine, since = self.engine, time.monotonic()
 
         def check() -> None:
@@ -238,20 +241,15 @@ class Attendance:
         engine.current.number = number
 
         newest = max(meeting.versions)
-        # Rather one whose update is finite: else its buffers may not be finite either.
-        source = max(range(exchange.world), key=lambda i: (meeting.versions[i], not meeting.empty[i]))
+        source = max(range(exchange.world), key=lambda i: meeting.versions[i])
         taken = None
         if newest < 0 or min(meeting.versions) < newest:
             copies = self._bring(exchange, meeting, source)
             if newest < 0 or meeting.versions[exchange.rank] < newest:
                 taken = copies
         self._former = self._keep(meeting, newest) if exchange.rank == source else None
-        agreed = [x.clone() for x in buffers]
-        for alike in by_kind(agreed):
-            flat = torch.cat([x.reshape(-1) for x in alike])
-            exchange.broadcast(flat, source)
-            for x, one in zip(alike, torch.split(flat, [x.numel() for x in alike]), strict=True):
-                x.copy_(one.view(x.shape))
+        # Of those who have the newest point: another one may have been started again.
+        agreed = self.buffers.agree(buffers, engine, exchange.broadcast, [-v for v in meeting.versions])
 
         contributors = meeting.empty.count(False)
         if contributors:
@@ -339,7 +337,8 @@ _runs: Counter[str] = Counter()  # objects with a deadline that this process has
 class Meetings:
     """When this rank goes to rounds, and what it brings back.
 
-    module      whose buffers travel with the point
+    module      that is trained
+    buffers     of the module, which travel with the point
     named       the parameters, by name
     vectors     what is exchanged
     outer       whose vectors and rates are the same on all ranks, beside the points
@@ -350,6 +349,7 @@ class Meetings:
         self,
         state: State,
         module: torch.nn.Module,
+        buffers: Buffers,
         model: Model,
         named: dict[str, torch.Tensor],
         vectors: Sequence[Vectors],
@@ -363,8 +363,9 @@ class Meetings:
         self.since = 0  # steps since this rank last went to a round
         self.gone = False  # it has gone to one, whose outcome it has not applied yet
         self.behind = False  # it has missed a round
-        self.late_buffers: list[torch.Tensor] = []  # those that came with the outcome
-        self._outer, self._module, self._vectors, self._every, self._delay = outer, module, vectors, every, delay
+        self.late_buffers: dict[str, torch.Tensor] = []  # those that came with the outcome
+        self._outer, self._module, self._buffers, self._vectors = outer, module, buffers, vectors
+        self._every, self._delay = every, delay
         self._patience = max(deadline, START_S)
         store, rank, world = _place()
         engine = state.engine
@@ -377,7 +378,7 @@ class Meetings:
         engine.guarded()  # so that a round can be undone
         engine.place = rank, world
         alike = list(chain([v.point for v in vectors], outer.travelling()))
-        self.attendance = Attendance(engine, model, list(vectors), lambda: alike, rounds, stale)
+        self.attendance = Attendance(engine, model, list(vectors), lambda: alike, rounds, buffers, stale)
         engine.pause, engine.farewell = self.attendance.wait, self.attendance.leave
 
     def join(self) -> None:
@@ -386,8 +387,8 @@ class Meetings:
         self.attendance.begin(*self._beside(), background=False, joins=True, wait=self._patience)
         self.gone = True
 
-    def _beside(self) -> tuple[list[torch.Tensor], list[float]]:
-        return [x.detach().clone() for x in self._module.buffers()], self._outer.rates()
+    def _beside(self) -> tuple[dict[str, torch.Tensor], list[float]]:
+        return {name: x.clone() for name, x in self._buffers.present().items()}, self._outer.rates()
 
     def count(self) -> tuple[bool, bool]:
         """Called after each step. Returns whether the outcome of the round must be applied now, and whether
@@ -452,19 +453,18 @@ class Meetings:
         self.late_buffers, self._outer.given = outcome.buffers, outcome.rates
         return True
 
-    @torch.no_grad()
     def take_buffers(self) -> None:
-        for own, new in zip(self._module.buffers(), self.late_buffers, strict=False):
-            own.copy_(new)
-        self.late_buffers = []
+        self._buffers.take(self.late_buffers)
+        self.late_buffers = {}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's place in the run."""
+        kept = persistent(self._module)
         return {
             "version": self.attendance.version,
             "since": self.since,
             "behind": self.behind,
-            "buffers": [x.clone() for x in self.late_buffers],
+            "buffers": {name: x.clone() for name, x in self.late_buffers.items() if name in kept},
             "rates": list(self._outer.given),
         }
 
@@ -476,22 +476,14 @@ class Meetings:
         """Takes over what was saved. flying: an exchange is still in flight."""
         self.attendance.version = saved["version"]
         self.since, self.behind = saved["since"], saved["behind"]
-        self.late_buffers, self.gone = list(saved["buffers"]), flying
+        self.late_buffers, self.gone = dict(saved["buffers"]), flying
         if not flying:  # with another number of ranks the exchange in flight has ended
             self.take_buffers()
 
-    def buffers_like(self, saved: Sequence[Any]) -> bool:
+    def buffers_like(self, saved: Mapping[str, Any]) -> bool:
         """Whether these may be the buffers that came with a round."""
-        own = list(self._module.buffers())
-        return not saved or (len(saved) == len(own) and all(map(_same_kind, saved, own)))
-
-
-def _same_kind(x: object, like: torch.Tensor) -> bool:
-    """Whether it is a tensor of the same shape and dtype, with values."""
-    if not isinstance(x, torch.Tensor):
-        return False
-    kinds = [(t.shape, t.dtype, t.layout, t.device.type) for t in (x, like)]
-    return kinds[0] == kinds[1]
+        own = self._buffers.present()
+        return all(name in own and same_kind(x, own[name]) for name, x in saved.items())
 
 
 def _place() -> tuple[Store, int, int]:

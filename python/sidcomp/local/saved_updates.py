@@ -210,7 +210,7 @@ def _check_rounds(updates: Updates, saved: dict[str, Any]) -> None:
         raise CheckpointError(
             f'{CALL}: the dictionary has no "rounds": it was saved without a deadline, or is damaged'
         )
-    fields = {"version": whole, "since": count, "behind": flag, "buffers": listing(anything)}
+    fields = {"version": whole, "since": count, "behind": flag, "buffers": table(anything)}
     record({**fields, "rates": rates})(saved["rounds"], f'{CALL}: "rounds"')
     if not updates.meetings.buffers_like(came := saved["rounds"]["buffers"]):
         raise CheckpointError(

@@ -11,6 +11,7 @@ from sidcomp.errors import UnsupportedError
 from sidcomp.local import arguments, saved_updates
 from sidcomp.local import error as errors
 from sidcomp.local.alarms import RUNS, Discards, Loaded, OwnGradients, Trained, apart
+from sidcomp.local.buffers import Buffers
 from sidcomp.local.choice import Choosing
 from sidcomp.local.correction import Correction
 from sidcomp.local.elastic import Meetings
@@ -24,7 +25,6 @@ from sidcomp.local.stepping import Stepping
 from sidcomp.local.vectors import (
     CALL,
     Vectors,
-    broadcast,
     buckets,
     check_devices,
     compare,
@@ -61,7 +61,7 @@ class Updates:
 
     module          any module but DDP, also one that fully_shard has sharded inside a node. Rank 0's
                     parameters and buffers are copied to all ranks here, unless all have the same bytes, and
-                    rank 0's buffers again after each exchange
+                    after each exchange the buffers that differ
     optimizers      of the module's parameters: one, or a list, such as [muon, adamw]
     state           for the updates. error="parameters" takes float32 parameters and a memory that keeps what
                     was not sent. error="memory" takes any memory, and a named codec with fixed groups
@@ -120,7 +120,7 @@ class Updates:
         links = chains(optimizers)
         self._optimizers = [each[-1] for each in links]  # those inside of wrappers
         arguments.check_optimizers(links, noise_correction, error)
-        self.module, self.state, self.error = module, state, error
+        self.module, self.state, self.error, self.buffers = module, state, error, Buffers(module)
         self.every, self.delay, self.parts = every, delay, parts
         self._given, self._host, self._make_outer = named_group(state, process_group), host, outer
         self._noise_correction = noise_correction
@@ -176,7 +176,7 @@ class Updates:
         self._group = group
         check_devices(self.vectors, group)
         compare(named, self.module, group, same, self.shards.part)
-        share([*map(own_part, self.module.parameters()), *self.module.buffers()], group)
+        share([*map(own_part, self.module.parameters()), *self.buffers.present().values()], group)
         for v in self.vectors:
             v.start()
         optimized = [p for one in self._optimizers for of in one.param_groups for p in of["params"]]
@@ -201,8 +201,8 @@ class Updates:
         device = self.vectors[0].update.device
         self._model = serve(self.state, self.module, named, None, device)
         self.meetings = Meetings(
-            self.state, self.module, self._model, named, self.vectors, self.outer, self.every, self.delay,
-            deadline, stale, [self.every, self.outer.label],
+            self.state, self.module, self.buffers, self._model, named, self.vectors, self.outer, self.every,
+            self.delay, deadline, stale, [self.every, self.outer.label],
         )  # fmt: skip
         self._discards = Discards(self._optimizers, self.meetings.attendance.rounds.rank)
         for v in self.vectors:
@@ -384,7 +384,7 @@ class Updates:
             self.noise.land()
         self._apply(together, self.delay > 0, plain)
         if 0 in together:
-            broadcast(list(self.module.buffers()), self._group)
+            self.buffers.share(self.state.engine, self._group)
 
     def _arrive(self) -> None:
         """Waits for the round in progress, whose means are then in flight."""
@@ -393,8 +393,9 @@ class Updates:
 
     def counts(self, together: Sequence[int]) -> bool:
         """Whether what is in flight, and has arrived, counts on this rank."""
-        if self.error == "parameters":
-            return not self._discard and self.state.engine.counts()
+        engine = self.state.engine
+        if self.error == "parameters" and not any(g.direct for g in engine.groups):
+            return not self._discard and engine.counts()
         return not self._discard and finite([v.update for v in self.of(together)])
 
     def _apply(self, together: list[int], keep: bool, plain: bool = False) -> None:
@@ -487,7 +488,7 @@ class Updates:
         for v in self.vectors:
             v.base.copy_(v.point)
             v.resume(keep=False)
-        broadcast(list(self.module.buffers()), self._group)
+        self.buffers.share(self.state.engine, self._group)
         return True
 
     @torch.no_grad()

@@ -2,8 +2,7 @@
 
 import hashlib
 import reprlib
-from collections.abc import Container, Mapping, Sequence
-from ctypes import c_char
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import notices
-from sidcomp.address import address
 from sidcomp.doors.names import named_parameters, roles
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.local.gradient_noise import Noise
@@ -459,23 +457,31 @@ def share(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     checkpoint, nothing is sent: over a slow link that would take minutes."""
     seen = hashlib.blake2b(digest_size=16)
     for x in tensors:
-        own = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if n := own.numel():
-            at = address(own, "what the ranks begin with", own.dtype, n)
-            seen.update((c_char * (n * own.element_size())).from_address(at))
+        seen.update(bytes_of(x.detach().cpu()).numpy())
     told: list[Any] = [None] * dist.get_world_size(group)
     with exchanging("comparing the ranks' tensors"):
         dist.all_gather_object(told, seen.digest(), group=group)
     if len(set(told)) > 1:
-        broadcast(tensors, group)
+        broadcast(tensors, lambda x: copy_from(0, x, group))
+
+
+def copy_from(source: int, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Copies the tensor of a rank of the group to the others."""
+    dist.broadcast(x, dist.get_global_rank(group, source), group)
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as bytes, which every backend takes, whatever the dtype."""
+    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 @torch.no_grad()
-def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Copies rank 0's tensors to the other ranks, all of one dtype and device in one broadcast."""
+def broadcast(tensors: list[torch.Tensor], send: Callable[[torch.Tensor], None]) -> None:
+    """Copies a rank's tensors to the other ranks, all of one dtype and device in one call of `send`."""
     for alike in by_kind(tensors):
-        flat = torch.cat([x.reshape(-1) for x in alike])
-        with exchanging("copying rank 0's tensors"):
-            dist.broadcast(flat, dist.get_global_rank(group, 0), group)
-        for x, part in zip(alike, torch.split(flat, [x.numel() for x in alike]), strict=True):
-            x.copy_(part.view(x.shape))
+        parts = [bytes_of(x) for x in alike]
+        flat = torch.cat(parts)
+        with exchanging("copying a rank's tensors"):
+            send(flat)
+        for x, part in zip(alike, torch.split(flat, [len(part) for part in parts]), strict=True):
+            x.copy_(part.view(x.dtype).view(x.shape))

@@ -143,7 +143,7 @@ class EngineState:
     def on_device(self) -> bool:
         return self.executor is not None and self.executor.on_device
 
-    def count_reduced(self, nbytes: int) -> None:
+    def count_reduced(self, nbytes: float) -> None:
         """Counts an all-reduce of the door's own among the bytes that travelled."""
         assert self.exchange is not None
         self.current.wire += ring_bytes(nbytes, self.exchange.world)

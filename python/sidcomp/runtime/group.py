@@ -21,7 +21,7 @@ from sidcomp.runtime.form import Form, InPlaceForm, Moment, make_form
 Plan = _core.Plan | MessagePlan
 
 
-def ring_bytes(nbytes: int, world: int) -> float:
+def ring_bytes(nbytes: float, world: int) -> float:
     """Returns the bytes that a rank sends in a ring all-reduce of `nbytes`, on average over the ranks."""
     return 2 * (world - 1) * nbytes / world
 
