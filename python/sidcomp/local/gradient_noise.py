@@ -119,6 +119,11 @@ class GradientNoise:
         self._work = _sum(self._message, self._group)
         return 4 * (n + len(self._places))
 
+    def stand_in(self, ahead: int) -> Any:
+        """Starts to take part, with zeros, in the all-reduce of the next exchange, so many steps ahead.
+        Returns its work, None if there is none."""
+        return _sum(torch.zeros_like(self._message), self._group)
+
     def land(self) -> None:
         """Waits for the samples that were sent last, and adds them to the estimate."""
         if self._work is None:
@@ -270,6 +275,12 @@ class SketchNoise:
         message[..., SKETCHES] = message[..., :SKETCHES].square().sum(-1)
         self._sent = message, _sum(message, self._group)
         return 4 * int(message.numel())
+
+    def stand_in(self, ahead: int) -> Any:
+        """As that of GradientNoise."""
+        steps = range(self._steps + 1, self._steps + 1 + ahead)
+        measured = min(MEASURED, self._measured + sum(step % self._stride == 0 for step in steps))
+        return _sum(torch.zeros_like(self._window[:measured]), self._group) if measured else None
 
     @torch.no_grad()
     def land(self) -> None:
@@ -431,6 +442,11 @@ class RowNoise:
         if turn.width:
             self._work = _sum(turn.message, self._group)
         return turn.bytes
+
+    def stand_in(self, ahead: int) -> Any:
+        """As that of GradientNoise."""
+        turn = self._turns[(self._exchanges + 1) % TURNS]
+        return _sum(torch.zeros_like(turn.message), self._group) if turn.width else None
 
     @torch.no_grad()
     def land(self) -> None:

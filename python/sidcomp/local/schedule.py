@@ -28,9 +28,14 @@ class Schedule:
         """The vectors of these parts."""
         return [n for part in parts for n, of in enumerate(self._of) if of == part]
 
+    def next(self, steps: int) -> tuple[int, list[int]]:
+        """Behind which step the next exchange begins after so many steps, and the parts that it is of."""
+        ahead = range(steps + 1, steps + 1 + self._every)
+        return next((step, due) for step in ahead if (due := self.due(step)))
+
     def coming(self, steps: int) -> list[int]:
         """The vectors that are exchanged next after so many steps."""
-        return self.indices(next(due for s in range(self._every) if (due := self.due(steps + 1 + s))))
+        return self.indices(self.next(steps)[1])
 
     def refuse(self, layout: Layout) -> None:
         """Raises SetupError if a group is in several parts, which travel at different times."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.errors import UnsupportedError
-from sidcomp.local import arguments, saved_updates
+from sidcomp.local import arguments, averaging, saved_updates
 from sidcomp.local import error as errors
 from sidcomp.local.alarms import RUNS, Discards, Loaded, OwnGradients, Trained, apart
 from sidcomp.local.buffers import Buffers
@@ -132,14 +132,13 @@ class Updates:
         self._left_out = False  # this rank has added nothing to it, because its update was not finite
         self._met = False  # the first step has been looked at
         self.observer: Choosing | None = None
-        if deadline is not None:
-            arguments.check_travels(self.outer, deadline)
         self.meetings: Meetings | None = None
         if deadline is None:
             same = {"every": every, "delay": delay, "parts": parts, "outer": self.outer.label, "error": error}
             same |= {"host": host, "noise_correction": noise_correction, "corrected": len(self._correction)}
             self._start(named, group_of(state, process_group), {**same, **(agree or {})})
         else:
+            arguments.check_travels(self.outer, deadline)
             self._meet_others(named, deadline, stale)
         self._stepping = Stepping(self, links, scaler)
         self._loaded = Loaded(self.module, self._parameters)
@@ -469,17 +468,19 @@ class Updates:
         self.land()
         if self.meetings is not None:
             return self.meetings.average(self.land)
+        if self.noise is not None:
+            self.noise.land()
+        self.find()
+        engine = self.state.engine
+        with self.shards.peers.together():
+            engine.meet_others(self._schedule.coming(self.steps))
+            self.form()  # if a checkpoint was loaded since the last exchange
+        with self.shards.peers.together(self._fail):
+            averaging.agree(self)
         if not errors.alone(self.state.settings):
             self._launch(self._schedule.all)
             self.land(plain=True)
             return True
-        if self.noise is not None:
-            self.noise.land()
-        engine = self.state.engine
-        engine.quiet()
-        self.find()
-        with self.shards.peers.together():
-            self.form()  # if a checkpoint was loaded since the last exchange
         if not self.shards.peers.all_agree(finite([p for v in self.vectors for p in v.parameters])):
             for v in self.vectors:
                 v.resume(keep=False)

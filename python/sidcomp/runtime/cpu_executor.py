@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sidcomp import core as _core
 from sidcomp.config.settings import Settings
-from sidcomp.errors import ExchangeError, UnsupportedError
+from sidcomp.errors import ExchangeError, RankError, SidcompError, UnsupportedError
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint import place_of, residual_of
 from sidcomp.runtime.collectives import SingleCollective
@@ -297,9 +297,10 @@ class CpuExecutor(Executor):
                 transport.close(self.step.broken)
 
 
-def _blame(reasons: list[str]) -> ExchangeError:
+def _blame(reasons: list[str]) -> SidcompError:
     rank = next(r for r, reason in enumerate(reasons) if reason)
-    error = ExchangeError(f"rank {rank} failed in this step: {reasons[rank]}")
+    kind = RankError if reasons[rank].startswith(RankError.__name__) else ExchangeError
+    error = kind(f"rank {rank} failed in this step: {reasons[rank]}")
     error.__dict__["culprit"] = rank
     return error
 

@@ -16,7 +16,7 @@ from sidcomp import notices
 from sidcomp.config.grouping import Regime
 from sidcomp.config.registry import find_memory
 from sidcomp.errors import RankError, StrictError
-from sidcomp.runtime import checkpoint
+from sidcomp.runtime import checkpoint, forming
 from sidcomp.runtime.bucket import Bucket, clip
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.growth_check import STEPS, crowded, outgrown
@@ -262,32 +262,39 @@ class Engine(Regrouping):
         mine = RankError(f"it has {_ANEW}{how}, and not every rank has: {advice}")
         now = self._exchange_for(replaced)
         try:
-            self._between()
-            assert self._check is not None
-            self._comparing = self._check.on
-            self._turn()
-            self._posted, self._coming = [], coming
-            self._deferred = self.settings.clip_gradient > 0 or (
-                self.tuner is not None and self.tuner.deferred
-            )
-            for g in self.groups:
-                g.stage.begin(1.0)
-            with self.current.uncounted() as counted:
-                self._withdraw(mine, self.step - 1)
-                self.current.wait()
-                self.control += self.current.received - counted
             told = f"{type(mine).__name__}: it has {_ANEW}"  # a small payload has room for less
-            reasons = [(r, why) for g in self._posted for r, why in enumerate(g.stage.reasons)]
+            self._between()
+            reasons = self.stand_in(mine, coming)
             absent = sorted({r for r, why in reasons if not why or not told.startswith(why[: len(told)])})
         finally:
             replaced = self._exchange_for(now)
         if absent:
             self._replaced = replaced  # the next step does the same
-            error = RankError(
-                f"rank {exchange.rank} has {_ANEW}{how}, and rank {absent[0]} has not: {advice}"
-            )
-            error.rank = absent[0]
-            raise error
+            other = f"rank {absent[0]}" if absent[0] >= 0 else "another rank"
+            text = f"rank {exchange.rank} has {_ANEW}{how}, and {other} has not: {advice}"
+            raise forming.rank_error(absent[0], text)
+
+    def stand_in(self, error: Exception, coming: Sequence[int] | None) -> list[tuple[int, str]]:
+        """Takes part, with an error, in a step that other ranks begin here. coming: as in `begin` there.
+        Returns why each rank has sent no payload, "" if it has; rank -1 is one that has, whichever."""
+        if self._changes:
+            self._again()
+        assert self._check is not None
+        self._comparing = self._check.on
+        self._turn()
+        self._posted, self._coming = [], coming
+        timed = self.tuner is not None and self.tuner.deferred
+        self._deferred = timed or self.settings.clip_gradient > 0
+        for g in self.groups:
+            g.stage.begin(1.0)
+        with self.current.uncounted() as counted:
+            self._withdraw(error, self.step - 1)
+            self.current.wait()
+            self.control += self.current.received - counted
+        told = [(r, why) for g in self._posted for r, why in enumerate(g.stage.reasons)]
+        # Messages give no reason: all that arrives is zero where no rank has sent a payload.
+        in_messages = [g.form.incoming.tensor for g in self._posted if g.in_messages]
+        return told + [(-1, "") for x in in_messages if bool(x.any())]
 
     def _exchange_for(self, values: dict[str, Any]) -> dict[str, Any]:
         """Takes these values of what a checkpoint replaces, and returns its own."""
