@@ -19,7 +19,7 @@ import torch.distributed as dist
 from harness import on_ranks, run
 from local_training import alike, backward, flat, network
 from sidcomp import _core
-from sidcomp.local import steps
+from sidcomp.local import alarms, steps
 from sidcomp.runtime import communicator, form, point_to_point
 from test_compress import sgd
 from torch import nn
@@ -102,19 +102,24 @@ def explode(*_: Any, **__: Any) -> Any:
     raise Planted("planted error, number 4711")
 
 
+def interrupt(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt("planted error, number 4711")
+
+
 @contextmanager
 def planted(where: str, here: bool) -> Iterator[None]:
     """On the ranks on which it is here, an error in encode, send or decode of an all-gather, in a round of an
-    exchange in messages, or in apply."""
+    exchange in messages, or in apply; or an interrupt when the mean has arrived."""
     exchange = communicator.Exchange
     places: dict[str, list[tuple[Any, str]]] = {
         "send": [(exchange, "all_gather"), (exchange, "all_reduce"), (point_to_point, "post")],
         "apply": [(steps.Updates, "_apply")],
         "round": [(form.MessageForm, "advance")],
+        "interrupt": [(alarms.OwnGradients, "compare")],
     }
     kept = [(of, name, getattr(of, name)) for of, name in places.get(where, [(_core.Plan, where)])]
     for of, name, _ in kept if here else ():
-        setattr(of, name, explode)
+        setattr(of, name, interrupt if where == "interrupt" else explode)
     try:
         yield
     finally:
@@ -149,7 +154,7 @@ def with_an_error(
             common = books.common()
             try:
                 books.step(rank, number)
-            except (RuntimeError, sidcomp.SidcompError, Planted) as e:
+            except (RuntimeError, sidcomp.SidcompError, Planted, KeyboardInterrupt) as e:
                 said = str(e)
                 books.done += books.own.double() - books.before  # it is sent with the next step
             number += 1
@@ -184,6 +189,7 @@ WHO = [
     ("where", "kind", "who"),
     [
         *((where, kind, who) for where in ("encode", "send", "decode") for kind, who in WHO),
+        *(("interrupt", kind, None) for kind in FAILING if kind != "messages"),  # which need rollback then
         ("round", "messages", None),
         ("round", "messages", 2),
     ],

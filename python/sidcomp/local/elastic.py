@@ -195,10 +195,10 @@ class Attendance:
                 outcome = self._take_part(meeting, buffers)
             except (Undone, ExchangeError, CorruptPayloadError) as e:
                 error = e
-            except Exception as e:
-                error = e
+            except BaseException as e:
+                error = e if isinstance(e, Exception) else ExchangeError(f"{type(e).__name__} came")
                 if isinstance(e, SidcompError) or not isinstance(e, RuntimeError):  # not torch's
-                    self._undo(e)
+                    self._undo(error)
                     self.rounds.conclude(meeting, False)
                     raise
             if outcome is None:

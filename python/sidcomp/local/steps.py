@@ -374,7 +374,7 @@ class Updates:
         with self.shards.peers.together(self._fail):
             for future in futures:
                 future.wait()
-        self._own.compare()
+            self._own.compare()
         if self.delay:  # else nothing has happened since the launch
             self.find()
         if self.error == "parameters":

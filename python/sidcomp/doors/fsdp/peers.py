@@ -39,12 +39,13 @@ class Peers:
         self, fail: Callable[[Exception], None] | None = None, step: Step | None = None
     ) -> Iterator[None]:
         """Raises an error inside it on all of these ranks, also on those whose own shard is fine: otherwise
-        they would wait for the others. fail: called with the error first. step: one that has ended; if it
-        was not finite on one of these ranks, it counts on none of them."""
-        error: Exception | None = None
+        they would wait for the others. fail: called with the error first; an interrupt is one, too, because
+        the program may go on or save. step: one that has ended; if it was not finite on one of these ranks,
+        it counts on none of them."""
+        error: BaseException | None = None
         try:
             yield
-        except Exception as e:
+        except BaseException as e:
             error = e
         mine = _FINE if step is None or not step.nonfinite else _NOT_FINITE
         try:
@@ -59,5 +60,5 @@ class Peers:
             "the exchange of another shard of this node has failed: see the output of its ranks"
         )
         if fail is not None:
-            fail(error)
+            fail(error if isinstance(error, Exception) else ExchangeError(f"{type(error).__name__} came"))
         raise error
