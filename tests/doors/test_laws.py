@@ -621,7 +621,7 @@ def test_a_parameter_that_one_rank_alone_releases_is_an_error_on_all(
     assert "RankError" in said and "begun anew since its last step" in said, said
 
 
-@pytest.mark.parametrize("when", ["average", "training"])
+@pytest.mark.parametrize("when", ["average", "training", "assigned"])
 @on_ranks(2)
 def test_a_parameter_that_is_replaced_is_noticed(rank: int, world: int, when: str) -> None:
     module = network(seed=rank)
@@ -629,10 +629,17 @@ def test_a_parameter_that_is_replaced_is_noticed(rank: int, world: int, when: st
     with sidcomp.compress(module, optimizer, "int4") as it:
         train(module, optimizer, rank, range(3))
         last = module[4]
-        last.weight = torch.nn.Parameter(last.weight.detach().clone())  # type: ignore[index]
-        does = it.average if when == "average" else partial(train, module, optimizer, rank, range(3, 70))
+        new = last.weight.detach().clone()  # type: ignore[index]
+        if when == "assigned":  # the next step says so
+            module.load_state_dict({n: x.clone() for n, x in module.state_dict().items()}, assign=True)
+            steps = range(3, 4)
+        else:
+            last.weight = torch.nn.Parameter(new)  # type: ignore[index]
+            steps = range(3, 70)
+        does = it.average if when == "average" else partial(train, module, optimizer, rank, steps)
         said = caught(does)
-    assert "SetupError: parameter '4.weight' was replaced" in said, said
+    name = "0.weight" if when == "assigned" else "4.weight"
+    assert f"SetupError: parameter {name!r} was replaced" in said, said
 
 
 class Lookahead(torch.optim.SGD):

@@ -127,10 +127,16 @@ class Loaded:
     those of the best step; not if a program swaps averaged ones in and its own back.
 
     parameters  returns the tensors that are looked at
+    check       raises if the load has replaced them, as with assign=True
     """
 
-    def __init__(self, module: torch.nn.Module, parameters: Callable[[], list[torch.Tensor]]) -> None:
-        self._parameters = parameters
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        parameters: Callable[[], list[torch.Tensor]],
+        check: Callable[[], None],
+    ) -> None:
+        self._parameters, self._check = parameters, check
         self._before: int | None = None
         inner: Any = getattr(module, "_orig_mod", module)  # torch.compile's wrapper passes loading on to it
         public = getattr(inner, "register_load_state_dict_pre_hook", None)  # since PyTorch 2.5
@@ -150,7 +156,10 @@ class Loaded:
         """Whether the parameters are other ones than before the last load, if there was one since this method
         or `forget` was called."""
         before, self._before = self._before, None
-        return before is not None and _digest(self._parameters()) != before
+        if before is None:
+            return False
+        self._check()
+        return _digest(self._parameters()) != before
 
     def forget(self) -> None:
         self._before = None

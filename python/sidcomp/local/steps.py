@@ -141,7 +141,7 @@ class Updates:
             arguments.check_travels(self.outer, deadline)
             self._meet_others(named, deadline, stale)
         self._stepping = Stepping(self, links, scaler)
-        self._loaded = Loaded(self.module, self._parameters)
+        self._loaded = Loaded(self.module, self._parameters, lambda: self.trained.check())
         RUNS.add(self)
 
     def build(self, known: Container[str]) -> dict[str, torch.Tensor]:
