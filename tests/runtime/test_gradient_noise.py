@@ -278,6 +278,44 @@ def test_a_step_that_is_not_finite_does_not_count(rank: int, world: int) -> None
 
 
 @on_ranks(2)
+def test_a_step_inside_of_autocast_changes_no_estimate(rank: int, world: int) -> None:
+    """The optimizer may step there, too; 16 bits would not fit the sketches, and would round them."""
+    p = torch.zeros(6, 20)
+    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(rank))
+    factors = []
+    for cast in (False, True):
+        noise: list[Any] = [make([p], *more, dist.group.WORLD) for make, more in MAKERS]
+        with torch.autocast("cpu", enabled=cast), Cast(cast):
+            for one in noise:
+                if isinstance(one, SketchNoise):
+                    one.note()
+                one.sample()
+                one.land()
+        factors.append([float(one.factors[0].sum()) for one in noise])
+    assert factors[0] == factors[1]
+
+
+MAKERS: list[tuple[Any, tuple[Any, ...]]] = [
+    (GradientNoise, ()),
+    (SketchNoise, ([0.9], 2)),
+    (RowNoise, ([0.9],)),
+]
+
+
+class Cast(torch.utils._python_dispatch.TorchDispatchMode):
+    """What autocast does on CUDA: mv gets 16-bit operands, unless it is told where the result goes."""
+
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        self._on = on
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._on and func is torch.ops.aten.mv.default:
+            args = [x.bfloat16() for x in args]
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
 def test_it_lengthens_a_step_by_the_root_of_the_correction(rank: int, world: int) -> None:
     """A step of 1 from 3, of parameters without noise and with nothing but noise."""
     parameters = [torch.full((300,), 3.0), torch.full((300,), 3.0)]

@@ -134,7 +134,8 @@ class GradientNoise:
         mean = self._message / self._world
         new = torch.stack((self._squares(mean[:n]), mean[n:]))
         # Values that are not finite count on no rank. The device decides, so that the host need not wait.
-        self._sums = torch.where(torch.isfinite(new).all(), self._sums * _DECAY + new, self._sums)
+        # In place: it stays a tensor of training under inference_mode(), in which the program may save.
+        self._sums.copy_(torch.where(torch.isfinite(new).all(), self._sums * _DECAY + new, self._sums))
         self._find()
 
     def _squares(self, samples: torch.Tensor) -> torch.Tensor:
@@ -259,7 +260,9 @@ class SketchNoise:
             if gradient is None or not columns:
                 sketch.zero_()
                 continue
-            folded = torch.mv(gradient.reshape(rows, columns), self._right[first : first + columns])
+            # With `out`, because autocast, in which the optimizer may step, would make it 16 bits.
+            folded = torch.empty(rows, dtype=torch.float32, device=sketch.device)
+            torch.mv(gradient.reshape(rows, columns), self._right[first : first + columns], out=folded)
             torch.mv(self._left[:, first : first + rows], folded, out=sketch)
 
     @torch.no_grad()
