@@ -31,6 +31,11 @@ def check(
     """Raises ArgumentError if an argument is something else than it must be, whatever the others are."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"module={module!r}: give the torch.nn.Module that the optimizer trains")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            "a ScriptModule takes no hook, by which sidcomp notices that parameters are loaded: give the "
+            "module that torch.jit.script or trace was given, and script it after training"
+        )
     if not isinstance(state, State):
         raise ArgumentError(f'state={state!r}: give a sidcomp.State, such as sidcomp.State("topk")')
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:

@@ -13,6 +13,7 @@ from sidcomp import notices
 from sidcomp.doors.names import named_parameters, roles
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.local.gradient_noise import Noise
+from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint_reader import unlike
 from sidcomp.runtime.communicator import exchanging, has_gloo
@@ -57,6 +58,12 @@ def trained(
         raise SetupError("the module has no parameters that require gradients")
     if complex_ := [name for name, p in named.items() if p.is_complex()]:
         raise SetupError(f"parameter {complex_[0]!r} is complex, which no codec takes")
+    for name, p in named.items():
+        if p.dtype not in DTYPES:
+            raise UnsupportedError(
+                f"parameter {name!r} is {str(p.dtype)[6:]}, and updates are {', '.join(DTYPES.values())}: "
+                "convert the module before it is given to the optimizer"
+            )
     return named
 
 
