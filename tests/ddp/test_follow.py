@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import io
 import math
 import warnings
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from cases import Trainer
 from common import assert_all_same, begin, everything, residuals_of, steps_of
 from harness import at_end, on_ranks, run
 from heard import logged
-from local_training import KINDS, updates
+from local_training import KINDS, alike, updates
 from sidcomp.config.grouping import Regime
 from sidcomp.doors.ddp import register
 from sidcomp.runtime.learning_rates import Rates
@@ -53,7 +55,7 @@ WAYS = [
     (3, "explicit", {"codec": "topk", "density": 0.05, "full_every": 4}),
     (3, "bucket", {"codec": "topk", "density": 0.05, "exchange": "twoshot"}),
     (4, "model", {"codec": "topk", "density": 0.05, "exchange": "hierarchical", "ranks_per_node": 2}),
-    (2, "bucket", {"codec": "marsit", "exchange": "ring1", "K": 5, "eta_s": 0.01}),
+    (2, "bucket", {"codec": "marsit", "exchange": "ring1", "full_every": 5, "eta_s": 0.01}),
     (2, "bucket", {"codec": "powersgd", "r": 1}),
 ]  # fmt: skip
 
@@ -285,12 +287,32 @@ def test_groups_follow_their_own_rates() -> None:
 
 
 @on_ranks(2)
+def test_an_optimizer_that_computes_its_rate_has_none(rank: int, world: int) -> None:
+    """Residuals follow none then, also when the program gives a rate later."""
+    optimization = pytest.importorskip("transformers.optimization")
+    torch.manual_seed(0)
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(40, 30))
+    optimizer = optimization.Adafactor(ddp.parameters())  # lr=None, relative_step=True
+    said = io.StringIO()
+    with redirect_stderr(said), sidcomp.compress(ddp, optimizer, "topk", density=0.1) as it:
+        for step in range(4):
+            if step == 3:
+                optimizer.param_groups[0].update(lr=0.1, relative_step=False)
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 40)).square().mean().backward()
+            optimizer.step()
+            assert it.state.engine.groups[0].stage.carry == 1.0
+    assert alike(ddp.module)
+    assert said.getvalue().count("Adafactor has lr=None") == (rank == 0)
+
+
+@on_ranks(2)
 def test_what_cannot_be_followed_is_refused(rank: int, world: int) -> None:
     trainer, state = begin(rank, "default", codec="topk", density=0.1)
     for wrong in (object(), nn.Linear(2, 2)):
         with pytest.raises(sidcomp.ArgumentError, match="param_groups"):
             state.follow(wrong)  # type: ignore[arg-type]
-    for rate in (math.nan, math.inf, -1.0, "fast", None):
+    for rate in (math.nan, math.inf, -1.0, "fast"):
         trainer.optimizer.param_groups[0]["lr"] = rate
         with pytest.raises(sidcomp.ArgumentError, match="lr of"):
             state.follow(trainer.optimizer)
@@ -303,14 +325,14 @@ def test_what_cannot_be_followed_is_refused(rank: int, world: int) -> None:
     assert isinstance(state.error, sidcomp.ArgumentError)
     trainer.optimizer.param_groups[0]["lr"] = 0.05
     trainer.step()
-    with pytest.raises(sidcomp.ArgumentError, match="none of the DDP model's"):
+    with pytest.raises(sidcomp.ArgumentError, match="none of the model's"):
         state.follow(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
     layers = [m for m in trainer.module.modules() if list(m.parameters(recurse=False))]
     first, second = (torch.optim.SGD(m.parameters(recurse=False), 0.1) for m in layers[:2])
     for given, why in (
         ([], r"follow\(\[\]\)"),
         ([first, trainer.optimizer], "a parameter in common"),
-        ([first, torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)], "none of the DDP model's"),
+        ([first, torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)], "none of the model's"),
     ):
         with pytest.raises(sidcomp.ArgumentError, match=why):
             state.follow(given)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from sidcomp import notices
 from sidcomp.config.grouping import shorten
@@ -25,6 +26,7 @@ Key = tuple[int, int, int]
 _NOBODY: Key = (-1, -1, 0)  # no optimizer has the parameter
 
 _LEAST, _MOST = 1e-30, 1e30  # limits of a factor, by which C multiplies float32
+_told: set[str] = set()  # kinds of optimizers without a rate
 
 
 class Rates:
@@ -35,6 +37,9 @@ class Rates:
 
     A step at rate 0 changes no parameter, and its gradient is kept as if it had come at the last rate.
     Gradients before the first rate other than 0 do not count.
+
+    A rate of None is that of an optimizer which computes its own, such as Transformers' Adafactor: residuals
+    of its parameters follow none.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
@@ -50,7 +55,10 @@ class Rates:
         self._keys = list(dict.fromkeys(self._of.values()))
 
     def _add(self, key: Key) -> None:
-        self._read(key)  # raises now what every step would raise
+        if self._read(key) is None and (kind := type(self.optimizers[key[0]]).__name__) not in _told:
+            _told.add(kind)
+            text = f"{kind} has lr=None, so what its parameters have not sent follows no learning rate"
+            notices.say(text, dist.get_rank() if dist.is_initialized() else 0)
         for p in self._group(key)["params"]:
             other = self._of.setdefault(id(p), key)[0]
             if other != key[0]:
@@ -98,8 +106,10 @@ class Rates:
         self._keys = list(dict.fromkeys(self._of.values()))
         return mine
 
-    def _read(self, key: Key) -> float:
-        rate: Any = self._group(key).get("lr")
+    def _read(self, key: Key) -> float | None:
+        rate: Any = self._group(key).get("lr", math.nan)
+        if rate is None:
+            return None
         if isinstance(rate, torch.Tensor) and rate.is_cuda:
             raise ArgumentError(
                 "follow: the optimizer's lr is a tensor on a device, and every step would wait for it: "
@@ -144,6 +154,8 @@ class Rates:
         rates = {i: self._read(i) for i in self._keys}  # before any changes: one may be refused
         for i, now in rates.items():
             last = self.last.get(i)
+            if now is None:
+                continue
             if now == 0:
                 self.last.setdefault(i, 0.0)
                 continue
