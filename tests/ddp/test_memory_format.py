@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -60,7 +61,9 @@ def test_it_stays_with_its_element(rank: int, world: int, then: str, now: str, w
         run.load_state_dict(saved)
     else:
         FORMATS[now](module)
-        ddp = run.rewrap()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch deprecates arguments of DDP
+            ddp = run.rewrap()
     first = next(module.parameters())
     assert (memory_order(first) == [0, 1, 2, 3]) == (now == "contiguous")
     backward(ddp, 0.0)  # a rank alone: what it keeps, and what it has got, are what it has kept

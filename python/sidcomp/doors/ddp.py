@@ -129,13 +129,16 @@ def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParalle
         "device_ids": ddp.device_ids,
         "output_device": ddp.output_device,
         "dim": ddp.dim,
-        "broadcast_buffers": ddp.broadcast_buffers,
         "process_group": ddp.process_group,
         "find_unused_parameters": ddp.find_unused_parameters,
         "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         "static_graph": ddp.static_graph,
         "bucket_cap_mb": 1,
     }
+    if "forward_sync_buffers" in accepted:  # which does not keep the new model from copying rank 0's
+        arguments |= {"forward_sync_buffers": ddp.broadcast_buffers, "init_sync": False}
+    else:
+        arguments["broadcast_buffers"] = ddp.broadcast_buffers
     tuner = state.engine.tuner
     listed = "bucket_cap_mb_list" in accepted
     sizes = tuner.rewrap(listed, state.engine.layout) if isinstance(tuner, Controller) else []
