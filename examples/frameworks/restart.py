@@ -16,7 +16,6 @@ from pathlib import Path
 import sidcomp
 import torch
 import torch.distributed as dist
-from sidcomp.doors.ddp import register
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS, EVERY, DEATH = 30, 5, 13
@@ -38,9 +37,8 @@ def train(dying: bool) -> list[torch.Tensor]:
     module = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     ddp = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    with sidcomp.State("topk", density=0.05) as state:
-        register(ddp, state)
-        parts = {"model": module, "optimizer": optimizer, "sidcomp": state}
+    with sidcomp.compress(ddp, optimizer, "topk", density=0.05) as run:
+        parts = {"model": module, "optimizer": optimizer, "sidcomp": run}
         first = last_saved() if dying else 0
         if first:
             saved = torch.load(folder / f"step-{first}-rank{rank}.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: every rank's State under an entry of its own, saved while training continues.
+"""torch.distributed.checkpoint: every rank's state under an entry of its own, saved while training continues.
 
 torchrun --standalone --nproc-per-node 2 examples/frameworks/torch_checkpoint.py
 """
@@ -15,7 +15,6 @@ import sidcomp
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sidcomp.doors.ddp import register
 from sidcomp.frameworks.distributed_checkpoint import Entries
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -53,18 +52,16 @@ class App:
 if not dist.is_initialized():
     dist.init_process_group("gloo")
 folder = Path(tempfile.gettempdir()) / f"sidcomp-checkpoint-{os.environ['TORCHELASTIC_RUN_ID']}"
-with sidcomp.State("topk", density=0.05) as state:
-    app = App()
-    register(app.ddp, state)
+app = App()
+with sidcomp.compress(app.ddp, app.optimizer, "topk", density=0.05) as run:
     app.train(0, 10)
-    saving = dcp.async_save({"app": app, "sidcomp": Entries(state)}, checkpoint_id=folder)
+    saving = dcp.async_save({"app": app, "sidcomp": Entries(run)}, checkpoint_id=folder)
     expected = app.train(10, 20)
     saving.result()
 
-with sidcomp.State("topk", density=0.05) as state:
-    app = App()
-    register(app.ddp, state)
-    dcp.load({"app": app, "sidcomp": Entries(state)}, checkpoint_id=folder)
+app = App()
+with sidcomp.compress(app.ddp, app.optimizer, "topk", density=0.05) as run:
+    dcp.load({"app": app, "sidcomp": Entries(run)}, checkpoint_id=folder)
     resumed = app.train(10, 20)
 
 same = all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
