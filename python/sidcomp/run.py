@@ -24,16 +24,16 @@ from sidcomp.doors.ddp_checks import refuse_fsdp1
 from sidcomp.doors.fsdp.hsdp import peers_of
 from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
-from sidcomp.local.alarms import NotInCopies, refuse_second
+from sidcomp.local.alarms import refuse_second
 from sidcomp.local.arguments import check_error_in_parameters
 from sidcomp.local.buffers import check_saved, persistent
 from sidcomp.local.choice import CANDIDATES, WITH_SGD, Choosing
 from sidcomp.local.defaults import OuterOptimizer, common_arguments, place_of_error, spec_of
+from sidcomp.local.own_gradients import average_nothing
 from sidcomp.local.saved_updates import check_optimizers
 from sidcomp.local.shards import is_sharded
 from sidcomp.local.steps import Updates
 from sidcomp.options import OF_UPDATES, Options
-from sidcomp.runtime.bucket import failed
 from sidcomp.runtime.members import check_ranks
 from sidcomp.runtime.optimizers import Optimizers, chains, enabled
 from sidcomp.runtime.plain_data import anything, listing, record, table
@@ -442,8 +442,7 @@ class UpdateRun(Run):
         self._averaged = -1  # the number of steps at the last `average`
         self._closed = False
         if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
-            ddp.register_comm_hook(NotInCopies(self._refusal), _own_gradient)
-            ddp.broadcast_buffers = False  # each exchange sends rank 0's
+            average_nothing(ddp, self._refusal)
 
     @property
     def state(self) -> State:  # "auto" takes another one when it has chosen
@@ -585,13 +584,3 @@ class UpdateRun(Run):
         self._closed = True
         self.updates.close()
         self.state.close()
-
-
-# Not a string: DDP compares a hook's annotations with the types themselves.
-def _own_gradient(refusal: NotInCopies, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """A communication hook that averages nothing."""
-    if (error := refusal()) is not None:
-        return failed(error)
-    out: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    out.set_result(bucket.buffer())
-    return out

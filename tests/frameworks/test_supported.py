@@ -226,6 +226,13 @@ def joined() -> None:
         ddp(torch.ones(4, 8)).sum().backward()
 
 
+def joined_with_updates() -> None:
+    ddp = DDP(network())
+    sidcomp.compress(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "int4", updates=True)
+    with ddp.join():
+        ddp(torch.ones(4, 8)).sum().backward()
+
+
 def joined_over_the_backend() -> None:
     ours = sidcomp.backend.process_group(dist.group.WORLD, "topk", density=0.1, min_bytes=1)
     ddp = DDP(network(), process_group=ours)
@@ -275,6 +282,7 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "updates of an optimizer that keeps a copy of the parameters (schedule-free, Lookahead)": copies,
     "updates, and a parameter replaced by another tensor": parameter_replaced,
     "`join()` with a memory": joined,
+    "`join()` with updates": joined_with_updates,
     "`join()` over the process-group backend": joined_over_the_backend,
 }
 
