@@ -3,6 +3,7 @@
 run = sidcomp.compress(model, optimizer)  # the training loop does not change
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -274,9 +275,11 @@ class Run(ABC):
         or of another model, or belongs to different steps."""
         return rank_states.load(source, self.state, self.prepare, self.peers, number)
 
+    @torch.inference_mode(False)  # else tensors of the copy could not be trained on
     def rank_state(self) -> dict[str, Any]:
-        """Returns what `save` writes, for a checkpoint of another form. Every rank calls it likewise."""
-        beside = self._beside()
+        """Returns a copy of what `save` writes, for a checkpoint of another form. Every rank calls it
+        likewise."""
+        beside = copy.deepcopy(self._beside())
         return {"run": self._run_name(), "state": self.state.state_dict(), "beside": beside}
 
     def _run_name(self) -> str:

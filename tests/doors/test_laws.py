@@ -414,6 +414,23 @@ def test_nothing_moves_inside_common(rank: int, world: int) -> None:
         train(module, optimizer, rank, range(5, 9))
 
 
+@pytest.mark.parametrize("inference", [False, True])
+@on_ranks(2)
+def test_a_state_in_memory_is_a_snapshot(rank: int, world: int, inference: bool) -> None:
+    """What is trained after it, and where it was taken, changes nothing."""
+    module = network()
+    optimizer = adamw(module)
+    with sidcomp.compress(module, optimizer, "int4") as it:
+        train(module, optimizer, rank, range(3))
+        with torch.inference_mode(inference):
+            saved = it.rank_state()
+        train(module, optimizer, rank, range(3, 6))
+        expected = flat(module)
+        it.load([saved])
+        train(module, optimizer, rank, range(3, 6))
+        assert torch.equal(flat(module), expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_loading_on_one_rank_alone_is_an_error_on_all(rank: int, world: int, kind: str) -> None:
