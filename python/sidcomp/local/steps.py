@@ -471,9 +471,8 @@ class Updates:
         if self.noise is not None:
             self.noise.land()
         self.find()
-        engine = self.state.engine
         with self.shards.peers.together():
-            engine.meet_others(self._schedule.coming(self.steps))
+            self.state.engine.meet_others(self._schedule.coming(self.steps))
             self.form()  # if a checkpoint was loaded since the last exchange
         with self.shards.peers.together(self._fail):
             averaging.agree(self)
@@ -484,7 +483,7 @@ class Updates:
         if not self.shards.peers.all_agree(finite([p for v in self.vectors for p in v.parameters])):
             for v in self.vectors:
                 v.resume(keep=False)
-        errors.average(engine, self.vectors, self._group, in_parameters=self.error == "parameters")
+        errors.average(self.state.engine, self.vectors, self._group, in_parameters=self.error == "parameters")
         self.outer.add(range(len(self.vectors)))
         for v in self.vectors:
             v.base.copy_(v.point)
