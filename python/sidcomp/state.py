@@ -98,7 +98,6 @@ class State(OptimizerFit):
                     or "native", sidcomp itself through NCCL's C interface, which it finds at run time: one
                     call enqueues a group's whole step (docs/exchanges.md). Nobody has measured yet which is
                     faster.
-    K               [None] Marsit's name for full_every.
     nonfinite       [None] what remains of a discarded step. sidcomp discards a step, and never sends its
                     gradient later, if a gradient was not finite, if the GradScaler given to `follow` skipped
                     it, or if the program called `skip`. "rollback": nothing remains, and all later bits are
@@ -168,7 +167,6 @@ class State(OptimizerFit):
         warmup: int = WARMUP,
         exchange: str | Sequence[str] | None = None,
         transport: str = "torch",
-        K: int | Schedule | None = None,
         nonfinite: str | None = None,
         clip_gradient: float = 0.0,
         Y: int | None = None,
@@ -177,10 +175,6 @@ class State(OptimizerFit):
         profile: Profile | str | Path | None = None,
         **parameters: Setting | Schedule,
     ) -> None:
-        if K is not None:
-            if full_every:
-                raise ArgumentError(f"K={K!r} and full_every={full_every!r} mean the same: give only one")
-            full_every = K
         self._arguments: dict[str, Any] = {
             "memory": memory, "groups": groups, "seed": seed, "exclude": exclude,
             "checksum_every": checksum_every, "isa": isa, "candidates": candidates, "policy": policy,

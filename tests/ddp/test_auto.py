@@ -571,7 +571,7 @@ def with_full_steps(rank: int, world: int) -> tuple[int, list[int], list[int]]:
         report = t.until_it_settles()
     groups = [g["names"] for g in report["groups"]]
     sent = [0]
-    with Training(rank, groups=groups, K=3, **settings) as t:
+    with Training(rank, groups=groups, full_every=3, **settings) as t:
         for _ in range(9):
             t.step()
             sent.append(t.state.stats()["sent_bytes"])
@@ -581,8 +581,8 @@ def with_full_steps(rank: int, world: int) -> tuple[int, list[int], list[int]]:
 
 
 def test_found_groups_and_full_precision_steps() -> None:
-    with pytest.raises(sidcomp.ArgumentError, match=r"(?s)full_every \(K\).*plan_report.*bucket"):
-        sidcomp.State("topk", groups="pg", K=3)
+    with pytest.raises(sidcomp.ArgumentError, match=r"(?s)full_every.*plan_report.*bucket"):
+        sidcomp.State("topk", groups="pg", full_every=3)
     for count, sent, (groups, dense) in run(with_full_steps, 2):
         assert count == groups
         full = [i for i, nbytes in enumerate(sent) if nbytes >= dense]

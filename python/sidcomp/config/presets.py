@@ -37,9 +37,9 @@ else:
 _FOLDER = Path(__file__).parent / "presets"
 _MOST = 2**16  # bytes of a file
 # A file may give these arguments of State: all but process_group, which no file can name, and policy, which
-# is a section. K and profile are not for Settings, and `adaptive` is not of State.
+# is a section. profile is not for Settings, and `adaptive` is not of State.
 _OF_SETTINGS = inspect.signature(Settings.parse).parameters.keys() - {"parameters", "policy", "adaptive"}
-_ARGUMENTS = frozenset({*_OF_SETTINGS, "K", "profile"})
+_ARGUMENTS = frozenset({*_OF_SETTINGS, "profile"})
 _SECTIONS = ("parameters", "policy", "program")
 
 

@@ -193,7 +193,7 @@ class Settings:
             )
         if self.full_every:
             raise ArgumentError(
-                f"full_every (K) does not work with groups={self.groups!r}, which are planned by measured "
+                f"full_every does not work with groups={self.groups!r}, which are planned by measured "
                 "steps: full-precision steps would change their times. Find the groups in a run without it "
                 'and give them to the next one: groups=[g["names"] for g in state.plan_report()["groups"]]. '
                 'Or choose groups="bucket"'
