@@ -155,7 +155,8 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _host_digest(x: torch.Tensor) -> int:
     data = bytes_of(x)
-    return _core.delta_checksum(memoryview(data.numpy()), 0, len(data)) if len(data) else 0
+    view = memoryview(data.numpy())  # type: ignore[arg-type]
+    return _core.delta_checksum(view, 0, len(data)) if len(data) else 0
 
 
 def device_digest(x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +164,7 @@ def device_digest(x: torch.Tensor) -> torch.Tensor:
     same for one choice of keys in 2^33 at most."""
     words = bytes_of(x).view({1: torch.uint8, 2: torch.int16}.get(x.element_size(), torch.int32))
     total, keys = torch.zeros((), dtype=torch.int64, device=x.device), _keys(x.device)
-    for part in words.split(_AT_ONCE):
+    for part in words.split(_AT_ONCE):  # type: ignore[no-untyped-call]
         total = total * _ODD + (part * keys[: len(part)]).sum()
     return total
 
@@ -173,8 +174,9 @@ _ODD = 0x2545F4914F6CDD1D
 
 @functools.cache
 def _keys(device: torch.device) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**63), 2**63 - 1, (_AT_ONCE,), generator=draw, device="cpu").to(device)
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    most, size, kind = 2**63 - 1, (_AT_ONCE,), torch.int64
+    return torch.randint(-most, most, size, generator=draw, dtype=kind, device="cpu").to(device)
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:

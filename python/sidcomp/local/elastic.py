@@ -363,7 +363,7 @@ class Meetings:
         self.since = 0  # steps since this rank last went to a round
         self.gone = False  # it has gone to one, whose outcome it has not applied yet
         self.behind = False  # it has missed a round
-        self.late_buffers: dict[str, torch.Tensor] = []  # those that came with the outcome
+        self.late_buffers: dict[str, torch.Tensor] = {}  # those that came with the outcome
         self._outer, self._module, self._buffers, self._vectors = outer, module, buffers, vectors
         self._every, self._delay = every, delay
         self._patience = max(deadline, START_S)

@@ -177,9 +177,10 @@ class Momentum(Outer):
     def state_dict(self) -> dict[str, Any] | None:
         """The momentum, by parameter name, the rates, and what a schedule has added to them."""
         kept = {n: x.clone() for n, x in self._named().items()} if self.vectors else {}
-        group = {key: copy.deepcopy(x) for key, x in self._group.items() if key not in self._keys}
-        lr, momentum, nesterov = self.rates()
-        group |= {"lr": lr, "momentum": momentum, "nesterov": bool(nesterov)}
+        more = {key: x for key, x in self._group.items() if key in _RATES or key not in self._keys}
+        group = {
+            key: float(x) if isinstance(x, torch.Tensor) else copy.deepcopy(x) for key, x in more.items()
+        }
         return {"momentum": kept, "group": group}
 
     def check(self, saved: Any) -> None:

@@ -292,7 +292,8 @@ class Rounds:
 
 def rates(value: object, where: str) -> None:
     """The check of what `Outer.rates` has returned."""
-    listing(plain_data.number, 3 if value else 0, 3)(value, where)
+    least = 3 if isinstance(value, list) and value else 0
+    listing(plain_data.number, least, 3)(value, where)
 
 
 def _checks(world: int) -> plain_data.Check:

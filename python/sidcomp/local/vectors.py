@@ -464,7 +464,7 @@ def share(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     checkpoint, nothing is sent: over a slow link that would take minutes."""
     seen = hashlib.blake2b(digest_size=16)
     for x in tensors:
-        seen.update(bytes_of(x.detach().cpu()).numpy())
+        seen.update(memoryview(bytes_of(x.detach().cpu()).numpy()))  # type: ignore[arg-type]
     told: list[Any] = [None] * dist.get_world_size(group)
     with exchanging("comparing the ranks' tensors"):
         dist.all_gather_object(told, seen.digest(), group=group)
