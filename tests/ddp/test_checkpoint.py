@@ -372,3 +372,21 @@ def test_saving_without_a_step_in_between(rank: int, world: int) -> None:
         assert all(torch.equal(r, saved["residuals"][n]) for n, r in again["residuals"].items())
         trainer.step()
         trainer.step()
+
+
+def not_finite_at_first(model: nn.Module, x: torch.Tensor, step: int, rank: int) -> torch.Tensor:
+    return cases.square(model, x, step, rank) * (1.0 if step else torch.inf)
+
+
+@on_ranks(2)
+def test_saved_when_every_step_so_far_was_discarded(rank: int, world: int) -> None:
+    """As the first steps of a GradScaler are. The State has groups then, and is at step 0."""
+    case = Case(cases.Scrambled, not_finite_at_first)
+    trainer, state = begin(rank, case, "model", nonfinite="rollback", **settings())
+    resumed, other = begin(rank, case, "model", nonfinite="rollback", **settings())
+    trainer.backward(0, "sync")
+    saved = state.state_dict()
+    assert (saved["step"], saved["world"]) == (0, 2) and saved["layout"]
+    other.load_state_dict(saved)
+    trainer.steps = resumed.steps = 1
+    assert_all_same(steps_of(resumed, other, 2), steps_of(trainer, state, 2), f"rank {rank}")

@@ -418,10 +418,9 @@ class Engine(Regrouping):
         self.quiet()
         if self.layout is None and self.resume is not None:
             return self.resume.source
-        begun = self.exchange is not None and self.step > 0
-        place = (self.exchange.rank, self.exchange.world) if self.exchange is not None and begun else (0, 0)
-        if self.place is not None and begun:
-            place = self.place
+        place = (0, 0)  # so until the first groups: they may be other ranks then
+        if self.exchange is not None and (self.layout is not None or self.step > 0):
+            place = self.place or (self.exchange.rank, self.exchange.world)
         if self.executor is not None:
             self.executor.lead()
         return {
