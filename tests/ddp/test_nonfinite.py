@@ -213,6 +213,12 @@ def test_the_scale_travels_with_the_checkpoint(rank: int, world: int) -> None:
     state.update_scale(128.0)  # the scaler has grown between saving and the first step
     got = residuals_of(state)
     assert all(torch.equal(got[n], r[0] * 2) for n, r in saved["residuals"].items())
+    again = sidcomp.State()  # what is saved before that step has the residuals and the scale of this moment
+    again.load_state_dict(state.state_dict())
+    register(Trainer(CASES["cap-small"], rank).wrapper, again)
+    again.update_scale(128.0)
+    assert all(torch.equal(r, got[n]) for n, r in residuals_of(again).items())
+    again.close()
     trainer.step()
     trainer.close()
     state.close()

@@ -417,7 +417,7 @@ class Engine(Regrouping):
         self.pause()
         self.quiet()
         if self.layout is None and self.resume is not None:
-            return self.resume.source
+            return {**self.resume.source, "scale": self.scale}
         place = (0, 0)  # so until the first groups: they may be other ranks then
         if self.exchange is not None and (self.layout is not None or self.step > 0):
             place = self.place or (self.exchange.rank, self.exchange.world)
