@@ -22,7 +22,8 @@ from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.errors import CheckpointError, SetupError
 from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.members import refuse
-from sidcomp.runtime.plain_data import anything, count, record, table, text
+from sidcomp.runtime.plain_data import anything, count, listing, record, table, text
+from sidcomp.runtime.telling import tell
 from sidcomp.state import State
 
 _PENDING = "sidcomp-pending"  # a folder inside the checkpoint's, of files that not all ranks have written yet
@@ -48,14 +49,11 @@ def group_of(state: State) -> dist.ProcessGroup:
     return group
 
 
-@exchanging("naming the run")
 def agree_on_run(state: State) -> str:
     """Returns a name of this run, the same on every rank, which distinguishes its checkpoints from others.
     Every rank calls it at the same point."""
-    group = group_of(state)
-    names = [secrets.token_hex(8)]
-    dist.broadcast_object_list(names, dist.get_global_rank(group, 0), group)
-    return names[0]
+    name: str = tell(group_of(state), secrets.token_hex(8), text, "naming the run")[0]
+    return name
 
 
 # ---- a file for each rank
@@ -125,9 +123,7 @@ def _together(do: Callable[[], None], group: dist.ProcessGroup, peers: Peers) ->
         do()
     except Exception as e:
         problem = f"rank {dist.get_rank(group)}: {e}"
-    told: list[Any] = [None] * dist.get_world_size(group)
-    with exchanging("saving"):
-        dist.all_gather_object(told, problem, group)
+    told = tell(group, problem, text, "saving")
     if not peers.all_agree(not any(told)):
         raise CheckpointError(next(filter(None, told), "a rank with another shard could not write its file"))
 
@@ -211,11 +207,12 @@ def _tell(
     found: list[dict[str, Any]], problem: str, group: dist.ProcessGroup
 ) -> tuple[list[str], list[tuple[str, int]]]:
     """Returns the problems of all ranks, and the run and step of each state that some rank has found."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    mine = sorted({(f["run"], f["state"]["step"]) for f in found})
-    with exchanging("loading"):
-        dist.all_gather_object(told, (problem, mine), group)
-    return [p for p, _ in told if p], [o for _, origins in told for o in origins]
+    mine = [{"run": run, "step": step} for run, step in {(f["run"], f["state"]["step"]) for f in found}]
+    told = tell(group, {"problem": problem, "found": mine}, _TOLD, "loading")
+    return (
+        [one["problem"] for one in told if one["problem"]],
+        [(x["run"], x["step"]) for one in told for x in one["found"]],
+    )
 
 
 def _wrong(problems: Sequence[str], origins: Sequence[tuple[str, int]], where: str) -> str:
@@ -287,6 +284,7 @@ def _load(path: Path) -> dict[str, Any]:
     return checked(path, str(path))
 
 
+_TOLD = record({"problem": text, "found": listing(record({"run": text, "step": count}))})
 _check_saved = record(
     {"run": text, "state": record({"world": count, "step": count})}, {"beside": table(anything)}
 )

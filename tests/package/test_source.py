@@ -1,9 +1,10 @@
-"""Rules for the package's own source that no linter knows: nothing depends on torch's defaults, and one
-function alone takes the addresses that the core gets."""
+"""Rules for the package's own source that no linter knows: nothing depends on torch's defaults, one function
+alone takes the addresses that the core gets, and no rank unpickles what another one sent."""
 
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -139,6 +140,41 @@ def test_nothing_in_the_package_depends_on_torchs_default_dtype_and_device() -> 
 def test_one_function_takes_the_addresses_that_the_core_gets() -> None:
     found = [line for file, source in files().items() for line in addresses(source, file)]
     assert not found, "use sidcomp.address.address:\n" + "\n".join(found)
+
+
+def unpickles(source: str) -> list[str]:
+    """Where a file reads pickles: torch's collectives of objects do, and torch.load without weights_only."""
+    found, of = [], of_torch(source)
+    for node, where, parent in nodes(source):
+        names = [str(getattr(node, name, "")) for name in ("id", "attr", "module")]
+        names += [one.name for one in getattr(node, "names", []) if isinstance(one, ast.alias)]
+        bare = spelt(node, of) == "torch.load" and not (
+            isinstance(parent, ast.Call)
+            and any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in parent.keywords)
+        )
+        if bare or any(re.search(r"_object(_list)?$|pickle|^marshal$|^shelve$", one) for one in names):
+            found.append(f"{where or 'module'}, line {node.lineno}")  # type: ignore[attr-defined]
+    return found
+
+
+def test_no_rank_unpickles_what_another_one_sent() -> None:
+    found = {file: lines for file, source in files().items() if (lines := unpickles(source))}
+    assert not found, f"use sidcomp.runtime.telling.tell: {found}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch.distributed as dist\ndist.all_gather_object(told, 1)",
+        "from torch.distributed import broadcast_object_list",
+        "import torch\ntorch.load(file, map_location='cpu')",
+        "import torch\ntorch.load(file, weights_only=False)",
+    ],
+)
+def test_the_rule_finds_pickles(source: str) -> None:
+    assert unpickles(source)
 
 
 def lengths(source: str) -> dict[str, int]:

@@ -20,10 +20,13 @@ from sidcomp.runtime.communicator import exchanging, has_gloo
 from sidcomp.runtime.door import ModuleDoor
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.members import refuse
+from sidcomp.runtime.plain_data import anything, listing, record, table, text
+from sidcomp.runtime.telling import tell
 from sidcomp.state import State
 
 BUCKET_BYTES = 25 * 2**20
 CALL = "sidcomp.compress"  # what the program has called, in messages
+_COMPARED = record({"part": text, "arguments": table(anything), "tensors": listing(text)})
 
 
 def trained(
@@ -78,33 +81,29 @@ def compare(
     they are other shards, or if the arguments differ. All ranks must exchange the same at the same steps.
     named: the parameters; part: which shard, "" for the whole module."""
     tensors = {**named, **{f"buffer {name}": x for name, x in module.named_buffers()}}
-    mine = [(name, tuple(x.shape), str(x.dtype)[6:]) for name, x in tensors.items()]
-    told: list[Any] = [None] * dist.get_world_size(group)
-    with exchanging(f"{CALL}()"):
-        dist.all_gather_object(told, (part, dict(arguments), mine), group=group)
-    for rank, (_, theirs, _) in enumerate(told):
-        for name, own in told[0][1].items():
+    mine = [f"{name!r} of {str(x.dtype)[6:]} {list(x.shape)}" for name, x in tensors.items()]
+    same = {"part": part, "arguments": dict(arguments), "tensors": mine}
+    told = tell(group, same, _COMPARED, f"{CALL}()")
+    parts, given, everyone = ([one[key] for one in told] for key in ("part", "arguments", "tensors"))
+    for rank, theirs in enumerate(given):
+        for name, own in given[0].items():
             if theirs.get(name, own) != own:
                 raise SetupError(
                     f"{CALL}: rank {rank} has {name}={theirs[name]!r} where rank 0 has {name}={own!r}: give "
                     "every rank the same arguments and optimizers"
                 )
-    for rank, (theirs, *_) in enumerate(told):
-        if theirs != told[0][0]:
+    for rank, theirs in enumerate(parts):
+        if theirs != parts[0]:
             raise SetupError(
                 f"{CALL}: rank {rank} of the process group holds {theirs or 'the whole module'} and rank 0 "
-                f"{told[0][0] or 'the whole module'}: give a process_group of ranks that hold the same shard"
+                f"{parts[0] or 'the whole module'}: give a process_group of ranks that hold the same shard"
             )
-    everyone = [theirs for *_, theirs in told]
     for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        for a, b in zip_longest(everyone[0], theirs):
+        for a, b in zip_longest(everyone[0], theirs, fillvalue="nothing") if theirs != everyone[0] else ():
             if a != b:
-                shown = [f"{x[0]!r} of {x[2]} {list(x[1])}" if x else "nothing" for x in (a, b)]
                 raise SetupError(
-                    f"{CALL}: the ranks train different models: rank {rank} has {shown[1]} where rank 0 has "
-                    f"{shown[0]}; give every rank the same modules, with the same parameters frozen"
+                    f"{CALL}: the ranks train different models: rank {rank} has {b} where rank 0 has {a}; "
+                    "give every rank the same modules, with the same parameters frozen"
                 )
 
 
@@ -465,10 +464,7 @@ def share(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     seen = hashlib.blake2b(digest_size=16)
     for x in tensors:
         seen.update(memoryview(bytes_of(x.detach().cpu()).numpy()))  # type: ignore[arg-type]
-    told: list[Any] = [None] * dist.get_world_size(group)
-    with exchanging("comparing the ranks' tensors"):
-        dist.all_gather_object(told, seen.digest(), group=group)
-    if len(set(told)) > 1:
+    if len(set(tell(group, seen.hexdigest(), text, "the comparison of the ranks' tensors"))) > 1:
         broadcast(tensors, lambda x: copy_from(0, x, group))
 
 

@@ -198,6 +198,36 @@ def tell_all(
     return [bytes(part.numpy()) for part in parts]
 
 
+def gather_bytes(group: dist.ProcessGroup, device: torch.device, data: bytes) -> list[bytes]:
+    """Returns what every rank of `group` passes, equally many bytes, by one collective. device: one that the
+    group's backend sends from."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    out = torch.empty(dist.get_world_size(group) * len(data), dtype=torch.uint8, device=device)
+    _all_gather(out, mine, group=group)
+    flat = bytes(out.cpu().numpy())
+    return [flat[at : at + len(data)] for at in range(0, len(flat), len(data))]
+
+
+def tell_texts(
+    tell: Callable[[bytes, str], list[bytes]], text: str, what: str, most: int = _MAX_TEXT
+) -> list[str]:
+    """The texts of all ranks, each cut off after so many bytes. Raises MismatchError if a rank announces a
+    longer one: no rank can make another one allocate more. tell: takes equally many bytes on each rank, and
+    `what`, and returns those of all ranks."""
+    data = text.encode()[:most]
+    sizes = [int.from_bytes(b, "little") for b in tell(len(data).to_bytes(8, "little"), what)]
+    for rank, size in enumerate(sizes):
+        if size > most:
+            error = MismatchError(
+                f"rank {rank} announces a text of {size} bytes, more than the {most} allowed: "
+                "run the same version of sidcomp on all ranks"
+            )
+            error.__dict__["rank"] = rank
+            raise error
+    texts = tell(data.ljust(max(sizes), b"\0"), what)
+    return [t[:size].decode(errors="replace") for t, size in zip(texts, sizes, strict=True)]
+
+
 def _roll_call(
     group: dist.ProcessGroup, what: str, timeout: timedelta | None, mine: bytes = b"sidcomp"
 ) -> list[bytes]:
@@ -381,11 +411,7 @@ class Exchange:
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Returns the bytes of all ranks, which must be equally many. It waits: not for use in steps."""
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        out = torch.empty(self.world * len(data), dtype=torch.uint8, device=self.device)
-        _all_gather(out, mine, group=self.group)
-        flat = bytes(out.tolist())
-        return [flat[i * len(data) : (i + 1) * len(data)] for i in range(self.world)]
+        return gather_bytes(self.group, self.device, data)
 
     def tell_all(self, data: bytes, what: str) -> list[bytes]:
         """As gather_bytes, but an error names the ranks that ended before `what`, or did not reach it. Raises
@@ -420,20 +446,7 @@ class Exchange:
                 raise ExchangeError(f"a rank has ended, or has not reached {what} ({e})") from e
 
     def tell_texts(self, text: str, what: str) -> list[str]:
-        """The texts of all ranks, each cut off after 2^20 bytes. Raises MismatchError if a rank announces a
-        longer one: no rank can make another one allocate more."""
-        data = text.encode()[:_MAX_TEXT]
-        sizes = [int.from_bytes(b, "little") for b in self.tell_all(len(data).to_bytes(8, "little"), what)]
-        for rank, size in enumerate(sizes):
-            if size > _MAX_TEXT:
-                error = MismatchError(
-                    f"rank {rank} announces a text of {size} bytes, more than the {_MAX_TEXT} allowed: "
-                    "run the same version of sidcomp on all ranks"
-                )
-                error.__dict__["rank"] = rank
-                raise error
-        texts = self.tell_all(data.ljust(max(sizes), b"\0"), what)
-        return [t[:size].decode(errors="replace") for t, size in zip(texts, sizes, strict=True)]
+        return tell_texts(self.tell_all, text, what)
 
     def tell_reasons(self, error: Exception | None, about: int) -> list[str]:
         """Returns for each rank why it failed, or "" if it did not. Any thread may call it. about: a number

@@ -12,8 +12,9 @@ from sidcomp.config.grouping import shorten
 from sidcomp.doors.fsdp.peers import Peers
 from sidcomp.doors.names import named_parameters
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
-from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.members import refuse
+from sidcomp.runtime.plain_data import listing, text
+from sidcomp.runtime.telling import tell
 
 
 @functools.cache
@@ -66,9 +67,7 @@ def check_shards(units: Sequence["Unit"], group: dist.ProcessGroup, peers: Peers
     hold different shards: their average would be of different parameters. All ranks call it. peers: the
     ranks with the other shards of this replica."""
     parts = [unit.part() for unit in units]
-    told: list[Any] = [None] * group.size()
-    with exchanging("fsdp.compress()"):
-        dist.all_gather_object(told, parts, group=group)
+    told = tell(group, parts, listing(text), "fsdp.compress()")
     differ = [[x for x in zip(told[0], theirs, strict=False) if x[0] != x[1]] for theirs in told]
     other = next((r for r, found in enumerate(differ) if found), None)
     if peers.all_agree(other is None):
