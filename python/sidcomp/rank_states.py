@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 from sidcomp import files, notices
 from sidcomp.doors.fsdp.peers import Peers
-from sidcomp.errors import CheckpointError, SetupError
+from sidcomp.errors import CheckpointError, ExchangeError, SetupError
 from sidcomp.runtime.communicator import exchanging
 from sidcomp.runtime.members import refuse
-from sidcomp.runtime.plain_data import anything, count, listing, record, table, text
+from sidcomp.runtime.plain_data import anything, count, either, listing, record, table, text
 from sidcomp.runtime.telling import tell
 from sidcomp.state import State
 
-_PENDING = "sidcomp-pending"  # a folder inside the checkpoint's, of files that not all ranks have written yet
 _PART = 1 << 26  # bytes of a message of `gather`; a GPU holds no more than one
 
 
@@ -59,38 +58,23 @@ def agree_on_run(state: State) -> str:
 # ---- a file for each rank
 
 
-def write(
-    folder: str | Path, state: State, run: str, model: int = 0, beside: dict[str, Any] | None = None
-) -> None:
-    """Writes this rank's file. model: the State's number, if a program has several; beside: what else belongs
-    to it. Raises CheckpointError, which names file and cause; the file is then as it was before."""
-    path = _own_file(Path(folder), state, model)
-    saved = {"run": run, "state": state.state_dict(), "beside": beside or {}}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise CheckpointError(f"cannot make the folder {path.parent}: {e.strerror}") from e
-    files.write(path, lambda file: torch.save(saved, file), CheckpointError)
-
-
-def write_together(
-    folder: Path,
-    state: State,
-    run: str,
-    beside: dict[str, Any],
-    model: int,
-    peers: Peers,
-) -> None:
-    """As `write`, so that the folder has the files of all ranks or, if one cannot write, the former ones.
-    Every rank calls it at the same point. peers: the ranks with the shards of this replica. Raises
-    CheckpointError on every rank."""
+def write(folder: Path, state: State, run: str, beside: dict[str, Any], model: int, peers: Peers) -> None:
+    """Writes this rank's file, so that the folder has the files of all ranks or, if one cannot write, the
+    former ones. Every rank calls it at the same point. beside: what else belongs to the State; model: its
+    number, if a program has several; peers: the ranks with the shards of this replica. Raises CheckpointError
+    on every rank, which names file and cause."""
     group = group_of(state)
-    pending = folder / f"{_PENDING}{_part_of(state)}"  # the ranks of each shard remove their own
-    new, final = (_own_file(each, state, model) for each in (pending, folder))
-    former = new.with_suffix(".former")
+    final = file_of(folder, dist.get_rank(group), model, _part_of(state))
+    # No name is another rank's: one may be in its next save already.
+    new, former = final.with_suffix(".pending"), final.with_suffix(".former")
 
     def prepare() -> None:
-        write(pending, state, run, model, beside)
+        saved = {"run": run, "state": state.state_dict(), "beside": beside}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise CheckpointError(f"cannot make the folder {folder}: {e.strerror}") from e
+        files.write(new, lambda file: torch.save(saved, file), CheckpointError)
         _keep(final, former)
 
     def move() -> None:
@@ -110,10 +94,9 @@ def write_together(
                 os.replace(former, final) if former.exists() else final.unlink()
         raise
     finally:
-        with suppress(OSError):  # another rank has removed the folder, or it is on another machine
+        with suppress(OSError):
             new.unlink(missing_ok=True)
             former.unlink(missing_ok=True)
-            pending.rmdir()  # the last rank does
 
 
 def _together(do: Callable[[], None], group: dist.ProcessGroup, peers: Peers) -> None:
@@ -165,20 +148,23 @@ def load(
     """
     group = group_of(state)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    where = str(source) if isinstance(source, str | Path) else "the checkpoint"
+    in_files = isinstance(source, str | Path)
+    where = str(source) if in_files else "the checkpoint"
     found: list[dict[str, Any]] = []
     take: Callable[[], object] | None = None
     try:
         if isinstance(source, str | Path):
-            found = _read(Path(source), rank, world, model, _part_of(state))
+            found = _read(Path(source), group, model, _part_of(state))
         elif not problem:
             found = _own(source, rank, world)
         take = prepare(found) if found else None
+    except ExchangeError:  # there is nobody to tell
+        raise
     except Exception as e:
         problem = f"rank {rank}: {e}"
     problems, origins = _tell(found, problem, group)
-    nothing = bool(problems) and not origins and all("there is no" in p for p in problems)
-    wrong = "" if nothing else _wrong(problems, origins, where)
+    nothing = in_files and not problems and not origins
+    wrong = _wrong(problems, origins, where)
     step = -2 if wrong else -1 if nothing else max((step for _, step in origins), default=0)
     lowest, highest = peers.smallest(step), -peers.smallest(-step)
     if lowest != highest or wrong:
@@ -188,7 +174,7 @@ def load(
         state.engine.informed = True
     if take is not None:
         take()
-    return not nothing and bool(found)
+    return bool(found)
 
 
 def states_of(found: list[dict[str, Any]]) -> Any:
@@ -261,17 +247,27 @@ def _part_of(state: State) -> str:
     return f"-{part}" if part else ""
 
 
-def _own_file(folder: Path, state: State, model: int) -> Path:
-    return file_of(folder, dist.get_rank(group_of(state)), model, _part_of(state))
-
-
-def _read(folder: Path, rank: int, world: int, model: int, part: str) -> list[dict[str, Any]]:
-    """Returns this rank's own file or, if the number of ranks was another one, those of all old ranks."""
+def _read(folder: Path, group: dist.ProcessGroup, model: int, part: str) -> list[dict[str, Any]]:
+    """Returns this rank's own file or, if the number of ranks was another one, those of all old ranks, and
+    nothing if no rank has a file. It raises only when all ranks have told what they have."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
     own = file_of(folder, rank, model, part)
-    first = _load(own if own.exists() else file_of(folder, 0, model, part))
-    old = first["state"]["world"]
-    if old in (0, world):  # 0: saved before the first step
-        return [first] if own.exists() else [_load(own)]
+    first: dict[str, Any] | None = None
+    failure: Exception | None = None
+    try:
+        first = _load(own) if own.exists() else None
+    except Exception as e:
+        failure = e
+    mine: int | None = 0 if failure is not None else None if first is None else first["state"]["world"]
+    told = tell(group, mine, either(count), "loading")
+    if failure is not None:
+        raise failure
+    if told == [None] * world:
+        return []
+    # Rank 0's file is of the last save; that of a higher rank may be of an earlier one, by more ranks.
+    old = mine if told[0] is None else told[0]
+    if old is None or old in (0, world):  # 0: saved before the first step
+        return [first or _load(own)]
     return [_load(file_of(folder, r, model, part)) for r in range(old)]
 
 

@@ -263,7 +263,7 @@ class Run(ABC):
         same folder. Every rank calls it at the same point, between two steps."""
         beside = self._beside()
         name = self._run_name()
-        rank_states.write_together(Path(folder), self.state, name, beside, number, self.peers)
+        rank_states.write(Path(folder), self.state, name, beside, number, self.peers)
 
     def load(self, source: str | Path | Sequence[dict[str, Any]], number: int = 0) -> bool:
         """Loads what `save` has written, after the program has loaded the model and the optimizer; or a list

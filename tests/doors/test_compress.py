@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks, run
 from local_training import alike, backward, flat, network, train
-from sidcomp import rank_states
+from sidcomp import files
 from sidcomp.config.schedule import at
 from sidcomp.local import choice
 from torch import nn
@@ -166,7 +166,7 @@ def a_shard_cannot_write(
         before = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
         train(module, optimizer, rank, range(1, 2))
         if rank == 3 and not replaces:
-            rank_states.write = no_room  # type: ignore[assignment]
+            files.write = no_room
         with stale(rank == 3 and replaces), pytest.raises(sidcomp.CheckpointError) as caught:
             it.save(folder)
         dist.barrier()
@@ -341,11 +341,11 @@ def contents(folder: str) -> dict[str, bytes]:
 
 @contextmanager
 def stale(here: bool) -> Iterator[None]:
-    """On this rank a file that was written cannot be moved out of its folder, as on a disk that is gone."""
+    """On this rank a file that was written cannot take its place, as on a disk that is gone."""
     move = os.replace
 
     def replace(old: Any, new: Any) -> None:
-        if Path(old).parent != Path(new).parent:
+        if Path(old).suffix == ".pending":
             raise OSError(errno.ESTALE, "Stale file handle")
         move(old, new)
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from harness import run
 from local_training import OPTIMIZERS, backward, flat, network
-from sidcomp import rank_states
+from sidcomp import files
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -128,7 +128,7 @@ def dies_saving(rank: int, world: int, door: str, room: str) -> str:
     backward(one.model, rank, 0)
     one.optimizer.step()
     if rank == 0:
-        rank_states.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        files.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(sidcomp.ExchangeError) as error:
         one.save(Path(room), rank)
     return str(error.value)
