@@ -226,10 +226,8 @@ def check_optimizers(own: Sequence[torch.optim.Optimizer], saved: list[Any]) -> 
         raise CheckpointError(f"the files have {len(saved)} optimizers, and this run has {len(own)}")
     for one, its in zip(own, saved, strict=True):
         mine = [len(group["params"]) for group in one.param_groups]
-        try:
-            theirs = [len(group["params"]) for group in its["param_groups"]]
-        except (LookupError, TypeError) as e:
-            raise CheckpointError(f'"optimizers" is damaged ({type(e).__name__}: {e})') from e
+        record({"param_groups": listing(record({"params": listing(anything)}))})(its, '"optimizers"')
+        theirs = [len(group["params"]) for group in its["param_groups"]]
         if theirs != mine:
             raise CheckpointError(
                 f"the files have an optimizer with groups of {theirs} parameters, and here "
