@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import struct
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -484,7 +483,7 @@ def test_every_edge_size(codec: str, n: int) -> None:
     trial.residual()
 
 
-@pytest.mark.parametrize("codec", SPARSE)
+@pytest.mark.parametrize("codec", [c for c in SPARSE if c not in INDEXED])
 @pytest.mark.parametrize("n", [1, 10, 1000, 70000])
 @pytest.mark.parametrize("density", [1e-5, 0.001, 0.0999, 0.25, 0.5, 0.9, 1.0])
 def test_every_density(codec: str, n: int, density: float) -> None:
@@ -494,16 +493,6 @@ def test_every_density(codec: str, n: int, density: float) -> None:
     for step in range(3):
         trial.encode(elements("laplace", n, "float32", rng), Step(step=step))
     trial.residual()
-
-
-def test_topk_sends_exactly_k() -> None:
-    """Also where more than k magnitudes are equal, and the lowest indices among them."""
-    n, k = 5000, 500
-    rank = Rank(_core.Plan("topk", "residual", n, "float32", {"density": k / n}))
-    payload = rank.encode(Vector(np.full(n, -2.5, np.float32)), Step())
-    index, value = ref.read_sparse_body(payload[64:], n, k, k)
-    assert (index == np.arange(k)).all() and (value == -2.5).all()
-    assert rank.stats.count == rank.stats.found == ref.header(payload)["count"] == k
 
 
 @pytest.mark.parametrize(
@@ -536,7 +525,7 @@ def test_topk_of_many_candidates(kind: str, density: float) -> None:
 
 
 @pytest.mark.parametrize("codec", INDEXED)
-@pytest.mark.parametrize("n", [0, 1, 63, 1000, 4097, 65536, 140_000])
+@pytest.mark.parametrize("n", [0, 1, 10, 63, 1000, 4097, 65536, 70_000, 140_000])
 def test_every_form_of_a_sparse_body(codec: str, n: int) -> None:
     rng = np.random.default_rng(n)
     kinds, densities = (
@@ -617,29 +606,6 @@ def test_packed_indices_take_what_elias_and_fano_say() -> None:
         ]
         bits = 16 - 8 * (sizes[0].payload_bytes - sizes[1].payload_bytes) / sizes[0].k
         assert math.log2(1 / density) + 1.4 < bits < most, (density, bits)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_the_same_input_gives_the_same_bytes(codec: str) -> None:
-    """Whatever the segments, the place in memory, the thread and what work and payload held before."""
-    n = 70001
-    x = elements("laplace", n, "float32", np.random.default_rng(1))
-    payloads: dict[int, bytes] = {}
-
-    def encode(i: int) -> None:
-        rng = np.random.default_rng(i)
-        rank = Rank(_core.Plan(codec, "residual", n, "float32"))
-        vector = Vector(x, cuts(n, ("one", "tiny", "random")[i % 3], rng), i)
-        payloads[i] = b"".join(rank.encode(vector, Step(step=s)) for s in range(2))
-
-    for i in range(3):
-        encode(i)
-    threads = [threading.Thread(target=encode, args=(i,)) for i in range(3, 7)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(payloads) == 7 and len(set(payloads.values())) == 1
 
 
 # ---- many steps ----------------------------------------------------------------------------------
@@ -913,22 +879,6 @@ def refused(plan: _core.Plan, payloads: list[bytes], culprit: int, error: type[E
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_any_flipped_bit_is_noticed(codec: str) -> None:
-    """Header and, unless bodies are summed on the way, body; the C tests flip every bit."""
-    n, at = 200, Step(step=3, group=4)
-    payloads = shares(codec, home(codec), n, "float32", {}, 3, 0)
-    plan = _core.Plan(codec, home(codec), n, "float32")
-    covered = 64 if plan.linear else plan.payload_bytes
-    rng = np.random.default_rng(0)
-    for bit in [*(8 * i + i % 8 for i in range(64)), *rng.integers(0, covered * 8, 60)]:
-        i = int(bit) % 3
-        bad = bytearray(payloads[i])
-        bad[bit // 8] ^= 1 << bit % 8
-        both = (_core.CorruptPayloadError, _core.MismatchError)
-        refused(plan, [*payloads[:i], bytes(bad), *payloads[i + 1 :]], i, both, at)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("codec", CODECS)
 def test_sound_payloads_of_another_place_are_told_apart(codec: str) -> None:
     n, at = 200, Step(step=3, group=4)
     good, *_ = shares(codec, home(codec), n, "float32", {}, 1, 0)
@@ -1132,8 +1082,9 @@ def test_the_residual_can_be_set_and_read(codec: str, memory: str) -> None:
                 assert (r.residual().view(np.uint32) == want.view(np.uint32)).all()
 
 
-@pytest.mark.parametrize(("codec", "memory"), PAIRS)
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    ("codec", "memory", "world"), [(*pair, 1 + 2 * (i % 2)) for i, pair in enumerate(PAIRS)]
+)
 def test_what_was_not_sent_is_kept(codec: str, memory: str, world: int) -> None:
     n, rng = 2500, np.random.default_rng(1)
     trial = Trial(codec, memory, n, "float32")
@@ -1251,51 +1202,23 @@ def test_wrong_names_are_named() -> None:
         assert issubclass(e, _core.SidcompError) and e.status == status
 
 
-def in_buffers(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, those that Buffers hold in one."""
-    names = ("segments", "state", "work", "payload")
-    places = {name: given[name] for name in names if name in given}
-    return {"buffers": _core.Buffers(**places), **{k: v for k, v in given.items() if k not in names}}
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_wrong_arguments_change_nothing(codec: str) -> None:
+def test_wrong_arguments_change_nothing() -> None:
+    """Addresses and lengths as Python gives them; tests/c/core.c makes the other calls, of every codec."""
     n = 100
-    plan = _core.Plan(codec, "residual", n, "float32")
+    plan = _core.Plan("topk", "residual", n, "float32")
     rank, x = Rank(plan), Vector(np.ones(n, np.float32))
-    rank.encode(x, Step())
-    payload, state = rank.payload.data.tobytes(), rank.state.raw.copy()
-    at = {"step": 1, "seed": 0, "group": 0, "rank": 0, "world": 1}
-    blocks = {"state": rank.state.ptr, "work": rank.work.ptr, "payload": rank.payload.ptr}
-    base: dict[str, Any] = {"segments": x.segments, **blocks, **at}
-    short = Vector(np.ones(n - 1, np.float32))
-    odd = _core.Segments([x.all.ctypes.data + 1], [n])
-    wrong = [{"segments": short.segments}, {"segments": odd}, {"segments": _core.Segments([], [])},
-             {"world": 0}, {"rank": 1}, {"state": 0}, {"work": 0}, {"payload": 0},
-             {"state": rank.state.ptr + 8}, {"work": rank.work.ptr + 32},
-             {"payload": rank.payload.ptr + 4}]  # fmt: skip
-    for change in wrong:
+    payload, state = rank.encode(x, Step()), rank.state.raw.copy()
+    places = {"state": rank.state.ptr, "work": rank.work.ptr, "payload": rank.payload.ptr}
+    for name, off in (("state", 8), ("work", 32), ("payload", 4)):
+        odd = _core.Buffers(x.segments, **(places | {name: places[name] + off}))
         with pytest.raises(_core.ArgumentError):
-            plan.encode(**in_buffers(base | change))
-    base = {"payloads": rank.payload.ptr, "stride": plan.payload_bytes, "count": 1, "scale": 1.0,
-            "segments": x.segments, "state": rank.state.ptr, "step": 0, "group": 0}  # fmt: skip
-    huge = _core.Segments([x.all.ctypes.data, x.all.ctypes.data], [n, 2**63])
-    wrong = [{"segments": short.segments}, {"segments": odd}, {"segments": huge}, {"count": 0},
-             {"count": 4097}, {"payloads": 0}, {"payloads": rank.payload.ptr + 4},
-             {"count": 2, "stride": 8}, {"stride": plan.payload_bytes + 4}]  # fmt: skip
-    for change in wrong:
+            plan.encode(odd, step=1, seed=0, group=0, rank=0, world=1)
+    huge = _core.Buffers(_core.Segments([x.all.ctypes.data] * 2, [n, 2**63]), rank.state.ptr)
+    with pytest.raises(_core.ArgumentError):
+        plan.decode(rank.payload.ptr, plan.payload_bytes, 1, 1.0, huge, step=0, group=0)
+    for pointers, lengths in (([0], [5]), ([64], []), ([64, 64], [2**63, 2**63])):
         with pytest.raises(_core.ArgumentError):
-            plan.decode(**in_buffers(base | change))
-    for call in (lambda s: plan.residual_in(s, 64), lambda s: plan.residual_out(s, 64), plan.unsend,
-                 lambda s: plan.rescale(s, 2.0)):  # fmt: skip
-        with pytest.raises(_core.ArgumentError):
-            call(0)
-    with pytest.raises(_core.ArgumentError):
-        _core.Segments([0], [5])
-    with pytest.raises(_core.ArgumentError):
-        _core.Segments([64], [])
-    with pytest.raises(_core.ArgumentError):
-        _core.Segments([64, 64], [2**63, 2**63])
+            _core.Segments(pointers, lengths)
     assert rank.payload.data.tobytes() == payload and (rank.state.raw == state).all()
     assert (x.read() == 1).all()
 
@@ -1326,28 +1249,3 @@ def test_scaling_in_place(dtype: str, data: st.DataObject) -> None:
         want = ref.from_f32(ref.to_f32(x, dtype) * np.float32(factor), dtype)
     assert_same(vector.read(), want, "scaled")
     vector.check()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_checksum_tells_replicas_apart(dtype: str) -> None:
-    n, rng = 5000, np.random.default_rng(5)
-    x = elements("normal", n, dtype, rng)
-    lengths = cuts(n, "random", rng)
-
-    def value(y: Array, seed: int = 0) -> int:
-        vector = Vector(y, lengths, seed)
-        return _core.checksum(vector.segments, dtype)
-
-    same = {value(x, seed) for seed in range(5)}  # wherever it lies in memory
-    assert len(same) == 1
-    seen = set(same)
-    raw = x.view(np.uint8)
-    for bit in rng.integers(0, 8 * raw.size, 200):
-        y = raw.copy()
-        y[bit // 8] ^= 1 << bit % 8
-        seen.add(value(y.view(x.dtype)))
-    for i, j in ((0, 1), (0, n - 1), (17, 25), (1023, 1024)):  # also where elements only change places
-        y = x.copy()
-        y[[i, j]] = y[[j, i]]
-        seen.add(value(y))
-    assert len(seen) > 200

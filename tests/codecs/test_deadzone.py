@@ -207,19 +207,6 @@ def test_levels_are_centroids() -> None:
 # ---- what is kept --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bits", [0.2, 0.8, 2.0])
-def test_nothing_is_lost(kind: str, bits: float) -> None:
-    n = 70_000
-    rank = Rank(_core.Plan("deadzone", "residual", n, "float32", {"bits": bits}))
-    given, got = np.zeros(n), np.zeros(n)
-    for step in range(6):
-        x = drawn(kind, n, step)
-        given += x
-        got += rank.sent(x, Step(step))
-        np.testing.assert_allclose(got + rank.residual()[0], given, atol=1e-5 * max(1, np.abs(given).max()))
-
-
 @pytest.mark.parametrize("isa", ISAS)
 def test_several_ranks(isa: str) -> None:
     """One to nine payloads, whose streams are read four at a time, some of them of zeros alone."""

@@ -16,7 +16,6 @@ from reference import Array, Step
 from sidcomp import _core
 from sidcomp.config.registry import check_ranks
 from test_codecs import KINDS, content, cuts, elements
-from test_powersgd import exchange
 
 CODEC, MOST = "terngrad-shared", 127
 SLOTS, CODES = slice(64, 576), 576  # of a payload
@@ -262,8 +261,7 @@ def test_bytes_do_not_grow_with_the_ranks() -> None:
 
 
 @pytest.mark.parametrize("memory", ["none", "residual"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("bad", "world"), [(np.nan, 1), (np.inf, 2), (-np.inf, 4)])
 def test_what_is_not_finite_reaches_all_ranks(bad: float, world: int, memory: str) -> None:
     """All elements, for a byte cannot tell; and no memory keeps anything of that step."""
     n, rng = 9000, np.random.default_rng(1)
@@ -285,7 +283,7 @@ def test_what_is_not_finite_reaches_all_ranks(bad: float, world: int, memory: st
                 ).all()
 
 
-@pytest.mark.parametrize("world", [2, 3, 8, MOST])
+@pytest.mark.parametrize("world", [2, MOST])
 @pytest.mark.parametrize("round", [0, 1])
 def test_ranks_that_fail_reach_all_ranks(round: int, world: int) -> None:
     """Bytes 0xff from a round on, of one rank, of half of them, of all but one."""
@@ -330,23 +328,6 @@ def test_scalers_that_are_none_are_not_taken() -> None:
     assert np.isfinite(ranks.exchange([x] * 3, change=most)).all()
 
 
-def test_conserves_over_steps() -> None:
-    """Over ten steps with error feedback: what came in is what went out and what is kept."""
-    n, world, rng = 2000, 4, np.random.default_rng(4)
-    ranks = Ranks(world, n, "residual", beta=0.9)
-    plain = Ranks(world, n, "residual")
-    sums, outs, largest = np.zeros(n), np.zeros(n), 0.0
-    for _ in range(10):
-        gradients = [rng.laplace(0, 1e-3, n).astype(np.float32) for _ in range(world)]
-        ranks.exchange(gradients)
-        sums += np.sum([g.astype(np.float64) for g in gradients], axis=0)
-        outs += plain.exchange(gradients)[0].astype(np.float64)
-        largest = max(largest, *(float(np.abs(r).max()) for r in plain.residuals()))
-    kept = np.sum([r.astype(np.float64) for r in plain.residuals()], axis=0)
-    assert np.abs(world * outs + kept - sums).max() <= 10 * world * 2.0**-22 * largest
-    assert all(np.isfinite(r).all() for r in ranks.residuals())
-
-
 def test_a_step_out_of_turn() -> None:
     plan = _core.Plan(CODEC, "none", 100, "float32")
     rank, v = Rank(plan), Vector(np.ones(100, np.float32))
@@ -385,27 +366,3 @@ def test_in_messages(world: int) -> None:
         assert world == 1 or 2 * body * (world - 1) / world <= x.bytes_per_rank < 2 * body + 256 * world
     with pytest.raises(sidcomp.UnsupportedError, match=r"terngrad-shared.*so many ranks"):
         sidcomp.simulation.Loopback(MOST + 1, "allreduce", CODEC, 10)
-
-
-@pytest.mark.parametrize("world", [2, 5])
-def test_not_finite_in_messages(world: int) -> None:
-    n = 700
-    x = sidcomp.simulation.Loopback(world, "allreduce", CODEC, n, memory="residual")
-    gradients = [content("normal", n, np.random.default_rng(r)) for r in range(world)]
-    x.step(gradients)
-    before = [x.residual(r) for r in range(world)]
-    gradients[-1][3] = np.inf
-    assert np.isnan(np.asarray(x.step(gradients))).all()
-    assert all(np.allclose(x.residual(r), before[r], atol=1e-5) for r in range(world))
-
-
-def test_compressor_of_several_ranks() -> None:
-    """The public way: encode, sum a slice, next_reduction, sum the other, decode."""
-    n, world = 777, 3
-    ranks = [sidcomp.Compressor(CODEC, n, rank=r, world=world, memory="residual") for r in range(world)]
-    for step in range(3):
-        gradients = [content("normal", n, np.random.default_rng(10 * step + r)) for r in range(world)]
-        before = np.sum([c.residual() for c in ranks], axis=0)
-        out = exchange(ranks, gradients)
-        after = np.sum([c.residual() for c in ranks], axis=0)
-        assert np.allclose(world * out + after, before + np.sum(gradients, axis=0), atol=1e-4)

@@ -25,7 +25,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from harness import RankFailed, on_ranks, run
+from harness import on_ranks, run
 from sidcomp.autotune import (
     controller,
     iterations,
@@ -38,7 +38,7 @@ from sidcomp.autotune import (
 )
 from sidcomp.config.grouping import Piece, Regime, Spec
 from sidcomp.doors.ddp import register, rewrap
-from sidcomp.planner import fusion, mergecomp
+from sidcomp.planner import mergecomp
 from sidcomp.planner.profile import Profile
 from sidcomp.planner.significance import WORTH, is_faster
 from sidcomp.runtime import optimizer_watch
@@ -1237,21 +1237,6 @@ def test_a_new_wrapper_before_there_is_a_plan_is_measured_anew(rank: int, world:
         r = t.until_it_settles()
         assert t.state.error is None and len(t.state.engine.layout.buckets) == 2  # type: ignore[union-attr]
     check(r)
-
-
-def test_plans_of_another_version_are_refused() -> None:
-    instance = {
-        "forward_ps": 0,
-        "tensors": [{"name": "a", "backward_ps": 1, "bytes": 4}],
-        "methods": [{"name": "dense", "encode": None, "exchange": [[0, 1]], "decode": None}],
-    }
-    with pytest.raises(sidcomp.ArgumentError, match="plan again"):
-        fusion.evaluate(instance, {"version": 99, "ends": [1], "methods": [0]})
-
-
-def test_the_harness_would_notice_a_failure() -> None:
-    with pytest.raises(RankFailed):
-        run(found, 2, {"codec": "no such codec"})
 
 
 def steps_of(rank: int, world: int, plain: bool) -> list[float]:

@@ -12,7 +12,7 @@ import sidcomp
 import torch
 from buffers import fits
 from common import CODECS, with_density
-from damaged import EXACT, GONE, REFUSED, ROUNDED, VALUES, Path, changed, paths
+from damaged import EXACT, GONE, REFUSED, ROUNDED, VALUES, Path, changed, paths, same
 from harness import on_ranks, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -48,16 +48,6 @@ def trained(codec: str = CODEC, **more: Any) -> tuple[DistributedDataParallel, s
     for i in range(3):
         step(ddp, i)
     return ddp, state, state.state_dict()
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
-        return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) and type(a) is type(b)
 
 
 def judge(ddp: DistributedDataParallel, state: sidcomp.State, given: Any, kept: dict[str, Any]) -> str:

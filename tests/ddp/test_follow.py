@@ -156,7 +156,7 @@ def test_nothing_is_lost_when_groups_and_rates_change(
     rates += [0.05, 0.01]
     given = {n: torch.zeros_like(t) for n, t in r.fed.items()}
     taken = {n: torch.zeros_like(t) for n, t in r.fed.items()}
-    worst = kept_most = 0.0
+    worst, kept_most, seen = 0.0, 0.0, set()
 
     def step(rate: float) -> None:
         optimizer.param_groups[0]["lr"] = rate
@@ -173,6 +173,7 @@ def test_nothing_is_lost_when_groups_and_rates_change(
     scripted(r.state, plan, park)
     for rate in rates:
         step(rate)
+        seen.add(tuple(g["codec"] for g in r.state.stats()["groups"]))
         saved = r.state.state_dict()
         for name in r.fed:
             mine = given[name] + 0
@@ -188,6 +189,8 @@ def test_nothing_is_lost_when_groups_and_rates_change(
     assert r.state.error is None
     assert kept_most > 0.05, "the test did not have a residual to lose"
     assert worst < 2e-5
+    assert park or r.kept() == 0, "plain DDP keeps nothing"
+    assert exchanges or {("topk", "topk"), ("topk", "none", "sidco-e"), ("sidco-e",)} <= seen
 
 
 # ---- an optimizer's parameter groups that change -----------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -12,102 +11,54 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from cases import CASES, Trainer
+from cases import CASES, SKIPPING, UNSUPPORTED, Trainer
 from common import CODECS, GATHERED, begin
 from harness import on_ranks
 from sidcomp.doors.ddp import register, rewrap
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # ---- the model and DDP -------------------------------------------------------------------------------------
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(10, 4, sparse=True)
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.words(x.long().abs() % 10))
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.randn(12, dtype=torch.complex64))
-        self.out = nn.Linear(12, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out((x * self.phase).abs())
-
-
-def mixed_precision() -> Any:
-    from torch.nn.parallel.distributed import _MixedPrecision
-
-    return DDP(cases.Scrambled(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-
-
-def python_reducer() -> Any:
-    import torch._dynamo
-
-    torch._dynamo.config.optimize_ddp = "python_reducer"
-    return DDP(cases.Scrambled())
-
-
-def optimizer_in_backward() -> Any:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    module = cases.Scrambled()
-    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    return DDP(module)
-
-
-SKIPPING = "skip_all_reduce_unused_params"
-# what is built, and the words that the error must have
-UNSUPPORTED: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "sparse": (lambda: DDP(Sparse()), ["words", "sparse=False"]),
-    "complex": (lambda: DDP(Complex()), ["phase", "complex", "real"]),
-    "mixed_precision": (mixed_precision, ["mixed_precision"]),
-    "python_reducer": (python_reducer, ["python reducer", "optimize_ddp"]),
-    SKIPPING: (
-        lambda: DDP(cases.Scrambled(), find_unused_parameters=True, **{SKIPPING: True}),
-        [SKIPPING, "find_unused_parameters"],
-    ),
-    "optimizer_in_backward": (optimizer_in_backward, ["optimizer", "backward"]),
-    "float64": (lambda: DDP(cases.Scrambled().double()), ["float64", "float32", "convert"]),
+# The words that the error of each must have.
+WORDS = {
+    "sparse": ["words", "sparse=False"],
+    "complex": ["phase", "complex", "real"],
+    "mixed_precision": ["mixed_precision"],
+    "python_reducer": ["python reducer", "optimize_ddp"],
+    SKIPPING: [SKIPPING, "find_unused_parameters"],
+    "optimizer_in_backward": ["optimizer", "backward"],
+    "float64": ["float64", "float32", "convert"],
 }
-LACKS = pytest.mark.skipif(
-    SKIPPING not in inspect.signature(DDP.__init__).parameters, reason=f"this torch has no DDP({SKIPPING}=)"
-)
+LACKS = SKIPPING not in inspect.signature(DDP.__init__).parameters
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=[LACKS] * (what == SKIPPING)) for what in UNSUPPORTED]
-)
 @on_ranks(2)
-def test_refused_with_words_that_say_what_to_change(rank: int, world: int, what: str) -> None:
-    build, words = UNSUPPORTED[what]
-    ddp = build()
-    with pytest.raises(sidcomp.SidcompError) as caught:
-        register(ddp, sidcomp.State(codec=GATHERED[0]))
-    texts = [str(caught.value)]
-    ddp = None
-    # mixed_precision: its own hook stands in the way of the plain registration, too
-    if what not in ("mixed_precision", "optimizer_in_backward"):
-        ddp = build()
-        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(rank))
-        if what == "float64":
-            x = x.double()
-        if what == "sparse":
-            x = x[:, 0] * 10
-        with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
-            ddp.register_comm_hook(sidcomp.State(codec=GATHERED[0]), sidcomp.hook)
-            ddp(x).sum().backward()
-        texts.append(str(caught.value))
-    for text in texts:
-        missing = [w for w in words if w not in text]
-        assert not missing, f"{missing} not in: {text}"
+def test_refused_with_words_that_say_what_to_change(rank: int, world: int) -> None:
+    assert WORDS.keys() == UNSUPPORTED.keys()
+    for what, build in UNSUPPORTED.items():
+        if what == SKIPPING and LACKS:
+            continue
+        ddp: Any = build()
+        with pytest.raises(sidcomp.SidcompError) as caught:
+            register(ddp, sidcomp.State(codec=GATHERED[0]))
+        texts = [str(caught.value)]
+        ddp = None
+        # mixed_precision: its own hook stands in the way of the plain registration, too
+        if what not in ("mixed_precision", "optimizer_in_backward"):
+            ddp = build()
+            x = torch.randn(4, 12, generator=torch.Generator().manual_seed(rank))
+            if what == "float64":
+                x = x.double()
+            if what == "sparse":
+                x = x[:, 0] * 10
+            with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
+                ddp.register_comm_hook(sidcomp.State(codec=GATHERED[0]), sidcomp.hook)
+                ddp(x).sum().backward()
+            texts.append(str(caught.value))
+        for text in texts:
+            missing = [w for w in WORDS[what] if w not in text]
+            assert not missing, f"{what}: {missing} not in: {text}"
 
 
 @on_ranks(2)

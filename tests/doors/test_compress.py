@@ -42,17 +42,6 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@on_ranks()
-def test_codec_none_has_the_bits_of_plain_ddp(rank: int, world: int) -> None:
-    ours, theirs = (DistributedDataParallel(network()) for _ in range(2))
-    optimizers = [sgd(ours), sgd(theirs)]
-    with sidcomp.compress(ours, optimizers[0], "none"):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            train(model, optimizer, rank, range(STEPS))
-    assert torch.equal(flat(ours), flat(theirs))
-
-
 def gradients(rank: int, world: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, make, arguments in (
@@ -241,35 +230,6 @@ def test_several_optimizers_and_a_scaler(rank: int, world: int) -> None:
             scaler.update()
         equal, steps = alike(flat(ddp)), it.state.engine.step
     assert equal and steps == STEPS - 1  # the discarded step does not count
-
-
-def resumed(rank: int, world: int, folder: str, first: bool) -> torch.Tensor:
-    """Trains, saves in the middle as a program does that saves on rank 0 only, and goes on; or resumes."""
-    torch.manual_seed(rank)
-    ddp = DistributedDataParallel(network(seed=0 if first else 7))
-    optimizer = sgd(ddp)
-    path = Path(folder)
-    with sidcomp.compress(ddp, optimizer, "topk", density=0.1) as it:
-        if first:
-            train(ddp, optimizer, rank, range(3))
-            if rank == 0:
-                both = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(both, path / "model.pt")
-            it.save(path)
-        else:
-            saved = torch.load(path / "model.pt", weights_only=True)
-            ddp.module.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            assert it.load(path)
-        train(ddp, optimizer, rank, range(3, STEPS))
-        return flat(ddp)
-
-
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    once = run(resumed, 2, str(tmp_path), True)
-    again = run(resumed, 2, str(tmp_path), False)
-    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pt", "sidcomp-rank0.pt", "sidcomp-rank1.pt"]
 
 
 def one_cannot_write(rank: int, world: int, folder: str) -> None:

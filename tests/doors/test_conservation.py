@@ -290,32 +290,37 @@ def exactly(model: nn.Module, rank: int, step: int) -> None:
         p.grad = torch.randint(-8, 9, p.shape, generator=draw).float()
 
 
-@pytest.mark.parametrize("outer", [False, True])
+UNCOMPRESSED: dict[str, dict[str, Any]] = {
+    "parameters": {},
+    "memory": {"options": sidcomp.Options(error="memory")},
+    "outer": {"outer": lambda tensors: torch.optim.SGD(tensors, lr=1.0)},
+}
+
+
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @on_ranks()
-def test_uncompressed_updates_of_sgd_have_the_bits_of_ddp(
-    rank: int, world: int, every: int, outer: bool
-) -> None:
-    """SGD whose rate is a power of two: plain averaging and updates take the same steps, without rounding."""
-    module, plain = network(), network()
-    for m in (module, plain):
-        with torch.no_grad():
-            for p in m.parameters():
-                p.copy_((p * 64).round() / 64)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=2.0**-6) for m in (module, plain)]
-    arguments: dict[str, Any] = {"outer": lambda tensors: torch.optim.SGD(tensors, lr=1.0)} if outer else {}
-    with sidcomp.compress(module, optimizers[0], "none", updates=True, every=every, **arguments) as it:
-        for step in range(4 * every):
-            exactly(module, rank, step)
-            optimizers[0].step()
-            exactly(plain, rank, step)
-            for p in plain.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= world
-            optimizers[1].step()
-        with it.common() as common:
-            assert torch.equal(flat(common), flat(plain))
+def test_uncompressed_updates_of_sgd_have_the_bits_of_ddp(rank: int, world: int, every: int) -> None:
+    """SGD whose rate is a power of two: plain averaging and updates take the same steps, without rounding,
+    unless three ranks divide."""
+    for kind, arguments in UNCOMPRESSED.items():
+        module, plain = network(), network()
+        for m in (module, plain):
+            with torch.no_grad():
+                for p in m.parameters():
+                    p.copy_((p * 64).round() / 64)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=2.0**-6) for m in (module, plain)]
+        with sidcomp.compress(module, optimizers[0], "none", updates=True, every=every, **arguments) as it:
+            for step in range(4 * every):
+                exactly(module, rank, step)
+                optimizers[0].step()
+                exactly(plain, rank, step)
+                for p in plain.parameters():
+                    dist.all_reduce(p.grad)
+                    p.grad /= world
+                optimizers[1].step()
+            with it.common() as common:
+                assert (flat(common) - flat(plain)).abs().max() <= (1e-5 if world == 3 else 0), kind
 
 
 # ---- many exchanges

@@ -656,7 +656,12 @@ def test_tensors_give_a_tensor(n: int, dtype: str) -> None:
     assert result.dtype == g[0].dtype and result.shape == (n,)
 
 
-@pytest.mark.parametrize("exchange, codec", PAIRS)
+# The first codec that sums or gathers, of each memory: within, the core alone differs (tests/c/exchange.c).
+WITHIN = {c.name: (c.memory, c.linear) for c in sidcomp.codecs()}
+FIRST = list({(e, WITHIN[c]): (e, c) for e, c in reversed(PAIRS)}.values())
+
+
+@pytest.mark.parametrize("exchange, codec", FIRST)
 def test_a_transport_of_messages_gives_the_same_bits(exchange: str, codec: str) -> None:
     """The rounds driven from Python, ranks in another order, between canaries."""
     world, n = 4, 3000
@@ -689,7 +694,7 @@ def test_a_transport_of_messages_gives_the_same_bits(exchange: str, codec: str) 
         block.check()
 
 
-@pytest.mark.parametrize("exchange, codec", PAIRS)
+@pytest.mark.parametrize("exchange, codec", FIRST)
 def test_nan_reaches_all_ranks_and_no_memory(exchange: str, codec: str) -> None:
     world, n = 4, 3000
     x = Loopback(world, exchange, codec, n)

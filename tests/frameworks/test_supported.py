@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 import sidcomp
 import torch
 import torch.distributed as dist
+from cases import SKIPPING, UNSUPPORTED
 from harness import run
 from sidcomp.doors.ddp import register
 from sidcomp.local.steps import Updates
@@ -187,31 +188,6 @@ def dtensor() -> None:
     register(DDP(module, init_sync=False), state())
 
 
-def mixed_precision() -> None:
-    from torch.nn.parallel.distributed import _MixedPrecision
-
-    register(DDP(network(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)), state())
-
-
-def optimizer_in_backward() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    module = network()
-    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    register(DDP(module), state())
-
-
-def python_reducer() -> None:
-    import torch._dynamo
-
-    before = torch._dynamo.config.optimize_ddp
-    torch._dynamo.config.optimize_ddp = "python_reducer"
-    try:
-        register(DDP(network()), state())
-    finally:
-        torch._dynamo.config.optimize_ddp = before
-
-
 def second_hook() -> None:
     ddp = DDP(network())
     register(ddp, state())
@@ -240,12 +216,6 @@ def joined_over_the_backend() -> None:
         ddp(torch.ones(4, 8)).sum().backward()
 
 
-def parametrized(parameter: Tensor) -> None:
-    module = network()
-    module.register_parameter("more", nn.Parameter(parameter))
-    register(DDP(module), state())
-
-
 class Lookahead(torch.optim.SGD):
     """Named as those of several libraries are."""
 
@@ -263,22 +233,24 @@ def parameter_replaced() -> None:
         it.average()
 
 
+def refused(what: str) -> Callable[[], object]:
+    return lambda: register(UNSUPPORTED[what](), state())
+
+
 REFUSALS: dict[str, Callable[[], object]] = {
     "FSDP1, `fsdp.register_comm_hook(state, sidcomp.hook)`": fsdp_hook,
     "FSDP1 in `compress`": fsdp_compressed,
     "DataParallel": lambda: register(nn.DataParallel(network()), state()),  # type: ignore[arg-type]
     "DTensor parameters in DDP": dtensor,
-    "`DDP(mixed_precision=...)`": mixed_precision,
-    "`DDP(skip_all_reduce_unused_params=True)`": lambda: register(
-        DDP(network(), skip_all_reduce_unused_params=True), state()
-    ),
-    "an optimizer in the backward pass": optimizer_in_backward,
-    "torch.compile's python reducer": python_reducer,
+    "`DDP(mixed_precision=...)`": refused("mixed_precision"),
+    "`DDP(skip_all_reduce_unused_params=True)`": refused(SKIPPING),
+    "an optimizer in the backward pass": refused("optimizer_in_backward"),
+    "torch.compile's python reducer": refused("python_reducer"),
     "a second hook": second_hook,
-    "sparse gradients": lambda: register(DDP(nn.Embedding(8, 4, sparse=True)), state()),
-    "complex parameters": lambda: parametrized(torch.zeros(4, dtype=torch.complex64)),
+    "sparse gradients": refused("sparse"),
+    "complex parameters": refused("complex"),
     "a module that was converted after it was wrapped": lambda: register(DDP(network()).bfloat16(), state()),
-    "float64 gradients": lambda: train(DDP(network().double()), x=torch.ones(4, 8).double()),
+    "float64 gradients": refused("float64"),
     "updates of an optimizer that keeps a copy of the parameters (schedule-free, Lookahead)": copies,
     "updates, and a parameter replaced by another tensor": parameter_replaced,
     "`join()` with a memory": joined,

@@ -10,8 +10,6 @@ from typing import Any
 import plan_reference as reference
 import pytest
 import sidcomp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sidcomp import _core
 from sidcomp.cli.app import app
 from sidcomp.planner import evaluate, fusion, mergecomp
@@ -128,41 +126,18 @@ def constrain(rng: random.Random, made: Instance) -> Instance:
     return made
 
 
-def some_plan(rng: random.Random, made: Instance) -> tuple[list[int], list[int]]:
-    n = len(made["tensors"])
-    for _ in range(100):
-        ends = sorted({n, *(rng.randint(1, n) for _ in range(rng.randint(0, n)))})
-        if all(reference.allowed(made, i, j) for i, j in zip([0, *ends], ends, strict=False)):
-            break
-    else:
-        ends = list(range(1, n + 1))
-    return ends, [rng.randrange(len(made["methods"])) for _ in ends]
-
-
 def check(made: Instance, plan: dict[str, Any]) -> None:
     """What holds of every plan, whoever made it."""
     ends, timeline = plan["ends"], plan["timeline"]
     assert ends == sorted(set(ends)) and ends[0] > 0 and ends[-1] == len(made["tensors"])
     assert len(plan["methods"]) == len(timeline) == len(ends)
     assert plan["time_ps"] == reference.evaluate(made, ends, plan["methods"])
-    assert plan["time_ps"] == evaluate(made, plan)["time_ps"]
+    done = evaluate(made, plan)
+    assert plan["time_ps"] == done["time_ps"]
+    check_timeline(made, done)
     assert plan["lower_bound_ps"] <= plan["time_ps"]
     if plan["exact"]:
         assert plan["lower_bound_ps"] == plan["time_ps"]
-
-
-# ---- evaluate ----------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 3))
-def test_evaluate_is_the_reference(seed: int, n: int, methods: int) -> None:
-    rng = random.Random(seed)
-    made = constrain(rng, general(rng, n, methods))
-    ends, which = some_plan(rng, made)
-    done = evaluate(made, {"ends": ends, "methods": which})
-    assert done["time_ps"] == reference.evaluate(made, ends, which)
-    check_timeline(made, done)
 
 
 def check_timeline(made: Instance, done: dict[str, Any]) -> None:
@@ -284,7 +259,7 @@ def test_the_measured_search_takes_a_few_measurements() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_plans_what_it_says(algorithm: str) -> None:
     rng = random.Random(6)
-    for i in range(30):
+    for i in range(60):
         made = mixed(rng, rng.randint(1, 9), rng.randint(1, 3))
         if i % 3 == 0:
             constrain(rng, made)

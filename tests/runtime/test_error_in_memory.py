@@ -23,27 +23,8 @@ from local_training import (
     updates,
 )
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 12
-
-
-@pytest.mark.parametrize("kind", ["memory", "parameters"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-@on_ranks()
-def test_one_step_of_sgd_is_ddp(rank: int, world: int, kind: str) -> None:
-    """One local step of SGD and codec none: what DDP does, up to rounding."""
-    ours, module = network(rank), network(0)  # rank 0's parameters count
-    ddp = DistributedDataParallel(module)
-    theirs = OPTIMIZERS["SGD"](module.parameters())
-    with sidcomp.State("none") as state:
-        sgd = OPTIMIZERS["SGD"](ours.parameters())
-        updates(kind, ours, sgd, state, every=1)
-        for step in range(STEPS):
-            train(ours, sgd, rank, range(step, step + 1))
-            train(ddp, theirs, rank, range(step, step + 1))
-            assert alike(ours)
-    assert float((flat(ours) - flat(module)).norm() / flat(module).norm()) < 1e-5
 
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [

@@ -111,34 +111,6 @@ def test_without_a_codec_it_is_diloco(
     assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@on_ranks()
-def test_a_rate_of_1_without_momentum_is_plain_averaging(rank: int, world: int) -> None:
-    """lr=1 and momentum=0 beside the mean of the parameters."""
-    model, ours = network(0), network(rank)
-    adam, of_ours = (OPTIMIZERS["Adam"](m.parameters()) for m in (model, ours))
-    with sidcomp.State("none") as state:
-        updates("outer", ours, of_ours, state, every=EVERY, lr=1, momentum=0)
-        point = flat(model)
-        for step in range(6 * EVERY):
-            train(model, adam, rank, range(step, step + 1))
-            train(ours, of_ours, rank, range(step, step + 1))
-            if (step + 1) % EVERY:
-                assert torch.equal(flat(ours), flat(model))
-                continue
-            own = flat(model)
-            mean, moved = own.double(), (point - own).abs().double()
-            dist.all_reduce(mean)
-            mean /= world
-            dist.all_reduce(moved)
-            # a - x, the sum over the ranks with its division, and a - mean round by half an ulp each
-            bound = 2.0**-24 * ((world + 1) * moved / world + mean.abs()) * 1.01
-            assert ((flat(ours) - mean).abs() <= bound).all()
-            assert (flat(ours) - point).norm() > 1e3 * bound.norm(), "it has moved by more than the bound"
-            point = flat(ours)
-            nn.utils.vector_to_parameters(point.clone(), model.parameters())
-
-
 def with_closure(rank: int, world: int, kind: str, same: bool) -> tuple[float, float, float]:
     """LBFGS, which calls its closure several times in a step, beside a run without averaging. same: the ranks
     have the same batch, so that averaging moves nothing."""

@@ -33,13 +33,3 @@ def test_training_goes_where_it_went(world: int) -> None:
     now = {name: [of[name] for of in by_rank] for name in by_rank[0]}
     assert now.keys() == {name for name, case in CASES.items() if case.world == world}
     assert not differing(recorded["cases"], now, recorded["recorded_with"] == here())
-
-
-def test_no_two_cases_go_the_same_way() -> None:
-    """Else a setting would have no effect, and its case would show nothing."""
-    recorded = json.loads(FILE.read_text())["cases"]
-    assert recorded.keys() == CASES.keys()
-    digests: dict[str, list[str]] = {}
-    for name, ranks in recorded.items():
-        digests.setdefault(ranks[-1]["digest"], []).append(name)
-    assert [names for names in digests.values() if len(names) > 1] == []

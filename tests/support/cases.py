@@ -306,3 +306,59 @@ def assert_same(got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | No
                 differ = f" ({len(at)} of {a.numel()} elements; element {i} is {a[i]:.9g}, not {b[i]:.9g})"
             differ = differ or f": {left} is not {right}"
             raise AssertionError(f"{where}: {name} differs{differ}")
+
+
+# ---- what sidcomp refuses ----------------------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4, sparse=True)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.words(x.long().abs() % 10))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(12, dtype=torch.complex64))
+        self.out = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((x * self.phase).abs())
+
+
+def mixed_precision() -> DDP:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    return DDP(Scrambled(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+
+
+def python_reducer() -> DDP:
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        return DDP(Scrambled())
+
+
+def optimizer_in_backward() -> DDP:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = Scrambled()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    return DDP(module)
+
+
+SKIPPING = "skip_all_reduce_unused_params"  # of newer versions of torch
+UNSUPPORTED: dict[str, Callable[[], DDP]] = {
+    "sparse": lambda: DDP(Sparse()),
+    "complex": lambda: DDP(Complex()),
+    "mixed_precision": mixed_precision,
+    "python_reducer": python_reducer,
+    SKIPPING: lambda: DDP(Scrambled(), find_unused_parameters=True, **{SKIPPING: True}),
+    "optimizer_in_backward": optimizer_in_backward,
+    "float64": lambda: DDP(Scrambled().double()),
+}

@@ -54,7 +54,6 @@ KINDS = _kinds()
 LINEAR = [c for c in KINDS if CODECS[c].linear and not CODECS[c].lossless]
 # Beside an unbiased codec that is no contraction a residual grows without end.
 STEADY = [c for c in KINDS if CODECS[c].linear or "unbiased" not in CODECS[c].traits]
-SPARSE = [c for c in KINDS if "sparse" in CODECS[c].traits]
 GATHERED = [c for c in KINDS if not CODECS[c].linear]
 LOSSY = [c for c in KINDS if not CODECS[c].lossless]
 

@@ -67,5 +67,18 @@ def changed(saved: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
     return out
 
 
+def same(a: Any, b: Any, widened: bool = False) -> bool:
+    """NaN is the same as NaN; widened: and a number as itself in another dtype."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.device != b.device or not (widened or a.dtype == b.dtype):
+            return False
+        return torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k], widened) for k in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(same(x, y, widened) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and bool(a == b)
+
+
 GONE = object()
 VALUES = (GONE, None, True, -2, 7, 2**70, 1.5, float("nan"), "x", [], {}, [[]], {"x": 1}, torch.ones(3), b"x")
