@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -79,10 +80,20 @@ def payload_bytes(codec: str, n: int, dtype: str, settings: dict[str, Any], memo
     return len(payload)
 
 
-def counted(rank: int, world: int, name: str, codec: str, groups: str | int, checksum_every: int) -> None:
+def counted(
+    rank: int, world: int, name: str, codec: str, ways: Sequence[str | int], checksum_every: int
+) -> None:
+    """Ways to form groups, one after the other."""
+    wire = Wire()
+    for groups in ways:
+        count(wire, rank, world, name, codec, groups, checksum_every)
+
+
+def count(
+    wire: Wire, rank: int, world: int, name: str, codec: str, groups: str | int, checksum_every: int
+) -> None:
     settings = SETTINGS.get(codec, {})
     trainer, state = begin(rank, name, groups, codec=codec, checksum_every=checksum_every, **settings)
-    wire = Wire()
     numel = sum(p.numel() for _, p in trainer.named())
     before = {"sent_bytes": 0, "received_bytes": 0, "control_bytes": 0, "dense_bytes": 0, "steps": 0}
     assert {k: state.stats()[k] for k in before} == before
@@ -139,21 +150,19 @@ def counted(rank: int, world: int, name: str, codec: str, groups: str | int, che
     assert state.stats()["steps"] == 6 and state.stats()["sent_bytes"] == before["sent_bytes"]
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("codec", KINDS)
-def test_bytes_and_elements(codec: str, groups: str | int) -> None:
-    run(counted, 2, "cap-small", codec, groups, 0)
+def test_bytes_and_elements(codec: str) -> None:
+    run(counted, 2, "cap-small", codec, GROUPS, 0)
 
 
 @pytest.mark.parametrize("codec", ["none", LINEAR[0], GATHERED[0]])
 def test_bytes_of_a_mixed_model_on_three_ranks(codec: str) -> None:
-    run(counted, 3, "mixed-tiny", codec, "bucket", 0)
+    run(counted, 3, "mixed-tiny", codec, ["bucket"], 0)
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_bytes_of_the_checksums(every: int) -> None:
-    run(counted, 2, "cap-small", GATHERED[0], "bucket", every)
+    run(counted, 2, "cap-small", GATHERED[0], ["bucket"], every)
 
 
 @pytest.mark.parametrize("codec", [c for c in GATHERED if c in SETTINGS])
@@ -222,34 +231,37 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("name", ["cap-small", "cap-tiny", "mixed", "static-tiny", "unused-odd"])
-@pytest.mark.parametrize("groups", ["bucket", "explicit"])
-@pytest.mark.parametrize("codec", ["none", LINEAR[0], GATHERED[0]])
-@on_ranks(2)
-def test_a_step_only_communicates(rank: int, world: int, name: str, codec: str, groups: str | int) -> None:
-    """From the fifth step on the hook runs no operation of torch but the collectives, and makes no block."""
-    trainer = Trainer(CASES[name], rank)
-    state = make_state(groups, trainer.module, codec=codec, **SETTINGS.get(codec, {}))
-    seen = Seen()
+def watching(seen: Seen) -> Callable[..., Any]:
+    """sidcomp's hook, within the watch."""
 
     def watched(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         with seen:
             return sidcomp.hook(state, bucket)
 
-    trainer.wrapper.register_comm_hook(state, watched)
-    for _ in range(4):
-        trainer.step()
-    assert seen.names, "the watch sees nothing: it could not fail either"
-    blocks = state.stats()["allocations"]
-    for step in range(4, 10):
-        seen.names.clear()
-        trainer.step()
-        others = [n for n in seen.names if not n.startswith("c10d.")]
-        assert not others, f"step {step}: {others}"
-        assert state.stats()["allocations"] == blocks
-    trainer.close()
-    state.close()
+    return watched
+
+
+@pytest.mark.parametrize("name", ["cap-small", "cap-tiny", "mixed", "static-tiny", "unused-odd"])
+@on_ranks(2)
+def test_a_step_only_communicates(rank: int, world: int, name: str) -> None:
+    """From the fifth step on the hook runs no operation of torch but the collectives, and makes no block."""
+    for codec, groups in product(("none", LINEAR[0], GATHERED[0]), ("bucket", "explicit")):
+        trainer = Trainer(CASES[name], rank)
+        state = make_state(groups, trainer.module, codec=codec, **SETTINGS.get(codec, {}))
+        seen = Seen()
+        trainer.wrapper.register_comm_hook(state, watching(seen))
+        for _ in range(4):
+            trainer.step()
+        assert seen.names, "the watch sees nothing: it could not fail either"
+        blocks = state.stats()["allocations"]
+        for step in range(4, 10):
+            seen.names.clear()
+            trainer.step()
+            others = [n for n in seen.names if not n.startswith("c10d.")]
+            assert not others, f"{codec}, groups={groups!r}, step {step}: {others}"
+            assert state.stats()["allocations"] == blocks, f"{codec}, groups={groups!r}, step {step}"
+        trainer.close()
+        state.close()
 
 
 @pytest.mark.parametrize("groups", ["bucket", "model"])

@@ -3,7 +3,7 @@ never been. One run has such steps, another one has not; they are compared after
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -90,7 +90,7 @@ def in_step(rank: int, world: int, arguments: dict[str, Any], follows: bool = Tr
             for group in r.trainer.optimizer.param_groups:
                 group["lr"] = 0.01 / (1 + step % 2)
             r.trainer.step()
-        assert_same(other.everything(), clean.everything(), f"step {step}")
+        assert_same(other.everything(), clean.everything(), f"{arguments}, step {step}")
         if step >= 2 and not isinstance(arguments.get("density"), sidcomp.Schedule):
             assert allocations in (0, other.state.stats()["allocations"])
             allocations = other.state.stats()["allocations"]
@@ -99,19 +99,23 @@ def in_step(rank: int, world: int, arguments: dict[str, Any], follows: bool = Tr
     assert twice[0] == 2 * twice[1]
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("codec", [*KINDS, *(c for c in CODECS if "reductions" in CODECS[c].traits)])
-def test_every_codec(codec: str) -> None:
-    run(in_step, 2, {"codec": codec, **SETTINGS.get(codec, {}), "groups": "bucket"})
+def in_steps(rank: int, world: int, runs: Sequence[dict[str, Any]]) -> None:
+    """One start of the processes for several runs: that takes longer than a run."""
+    for arguments in runs:
+        in_step(rank, world, arguments)
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("memory", list(MEMORIES))
+def test_every_kind_of_codec() -> None:
+    """The first of each kind, and those of several reductions."""
+    codecs = [*KINDS, *(c for c in CODECS if "reductions" in CODECS[c].traits)]
+    run(in_steps, 2, [{"codec": c, **SETTINGS.get(c, {}), "groups": "bucket"} for c in codecs])
+
+
 @pytest.mark.parametrize("codec", ["topk", "fp16"])
-def test_every_memory(codec: str, memory: str) -> None:
-    if not fits(codec, memory):
-        pytest.skip("they do not go together")
-    run(in_step, 2, {"codec": codec, "memory": memory, **SETTINGS.get(codec, {}), "groups": "explicit"})
+def test_every_memory(codec: str) -> None:
+    memories = [m for m in MEMORIES if fits(codec, m)]
+    settings = {"codec": codec, **SETTINGS.get(codec, {}), "groups": "explicit"}
+    run(in_steps, 2, [{**settings, "memory": m} for m in memories])
 
 
 EXCHANGES: list[tuple[str, dict[str, Any], int]] = [

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 CPU = torch.device("cpu")
 EXPLICIT: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
 STEPS = 3  # before the checkpoint, and again after it
-DEFAULTS = ("float64", "bfloat16", "meta")
+DEFAULTS = ("bfloat16", "meta")
 
 Bits = dict[str, torch.Tensor]
 
