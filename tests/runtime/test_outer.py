@@ -473,7 +473,8 @@ def test_a_wrong_checkpoint_is_named_and_nothing_is_changed(rank: int, world: in
             refused("but a tensor with NaN or Inf", {**saved, what: {**saved[what], name: nan}})
         if kind == "outer":
             momentum = saved["outer"]["momentum"]
-            refused("no outer momentum of", {**saved, "outer": {"momentum": {**momentum, name: nan}}})
+            damaged = {**saved["outer"], "momentum": {**momentum, name: nan}}
+            refused("no outer momentum of", {**saved, "outer": damaged})
         flight = saved["in flight"]
         for wrong in ("x", {"update": {}}, {**flight, "names": 3}, {**flight, "names": ["0.weight"]}):
             refused('"in flight"', {**saved, "in flight": wrong})
