@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError, SetupError
+from sidcomp.suggestion import suggestion
 
 Groups = str | int | Sequence[Sequence[str]]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from sidcomp.config.grouping import UNITS, shorten
 from sidcomp.config.kinds import is_list
-from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError, SetupError
+from sidcomp.suggestion import suggestion
 
 Exclude = str | int | Sequence[str | int]
 Rule = tuple[str | int, str | Mapping[str, Any]]

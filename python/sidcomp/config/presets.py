@@ -26,8 +26,8 @@ from sidcomp import files
 from sidcomp.config.registry import parameter_names
 from sidcomp.config.schedule import Schedule
 from sidcomp.config.settings import Settings
-from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError
+from sidcomp.suggestion import suggestion
 
 if sys.version_info >= (3, 11):
     import tomllib

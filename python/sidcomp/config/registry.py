@@ -7,8 +7,8 @@ from sidcomp import core as _core
 from sidcomp.config import schedule
 from sidcomp.config.ratio import amount_of
 from sidcomp.config.schedule import Schedule, Setting
-from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ParameterError, UnsupportedError
+from sidcomp.suggestion import suggestion
 
 V = TypeVar("V", Setting, Setting | Schedule)
 

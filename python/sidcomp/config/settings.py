@@ -14,8 +14,8 @@ from sidcomp.config.kinds import is_list, is_number, is_whole
 from sidcomp.config.policy import Exclude, Policy, Rules, Shapes, parse_exclude, parse_rules
 from sidcomp.config.registry import Codec, check_ranks, find_codec, find_exchange, find_memory, resolve
 from sidcomp.config.schedule import Parameters, Schedule, Setting
-from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError, ParameterError, UnsupportedError
+from sidcomp.suggestion import suggestion
 
 Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from sidcomp import core as _core
 from sidcomp import files
-from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError
+from sidcomp.suggestion import suggestion
 
 VERSION = 1  # of the plan's format; evaluate() refuses other versions
 SPANS = ("backward", "encode", "exchange", "decode")
